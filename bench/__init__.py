@@ -1,0 +1,1 @@
+"""Benchmarks: one runner, one result schema, ours and peers side by side."""

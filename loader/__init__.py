@@ -1,0 +1,1 @@
+"""Reads checkpoints: headers, byte ranges, stores, the node cache, tensors as views."""

@@ -1,0 +1,146 @@
+"""The seam between a checkpoint and where its bytes live.
+
+A *source* is a folder of objects: a local folder, an HF-cache snapshot, a prefix in a store. A *blob* is
+one object of it, pinned to one version. Both are protocols, so that a checkpoint never asks where it is:
+a local file is simply a blob whose every byte is ready.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from loadstone.errors import LoadstoneError
+from loadstone.loader.ranges import ByteRange
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A byte range of one blob."""
+
+    blob: "Blob"
+    range: ByteRange
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a prefetch has come.
+
+    Attributes
+    ----------
+    total, ready : int
+        Bytes asked for, and how many of them can be used now.
+    moved : int
+        Bytes this process itself brought over the network for it.
+    seconds : float
+        Time since the prefetch began.
+    """
+
+    total: int
+    ready: int
+    moved: int
+    seconds: float
+
+
+class Blob(Protocol):
+    """One object, pinned to one version."""
+
+    @property
+    def name(self) -> str:
+        """Where it is, for messages: a path, or a URL without credentials."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Length in bytes."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """What identifies this version (an ETag and size; inode, mtime and size of a local file)."""
+        ...
+
+    def buffer(self) -> memoryview:
+        """Return the whole object as private, writable, lazily read memory, mapped once.
+
+        Bytes that are not ready read as zeros: call `ensure` before any use. The memory stays valid for
+        as long as anything refers to the returned view, also after `close`. Writes stay in this process.
+        """
+        ...
+
+    def ready(self, span: ByteRange) -> bool:
+        """Say whether every byte of ``span`` can be used now. Never blocks, never moves bytes."""
+        ...
+
+    def ensure(self, spans: Sequence[ByteRange], timeout: float | None = None) -> None:
+        """Block until every byte of ``spans`` is ready, ahead of any prefetch.
+
+        Raises
+        ------
+        LoadstoneError
+            The bytes cannot be had (`TransferError`), the object was replaced (`ChangedError`), the blob
+            was closed (`ClosedError`), or ``timeout`` seconds went by (`StalledError`).
+        """
+        ...
+
+    def read(self, span: ByteRange) -> bytes:
+        """Return a copy of ``span``'s bytes, waiting for them."""
+        ...
+
+    def close(self) -> None:
+        """Let go of files and locks. Memory handed out by `buffer` stays valid."""
+        ...
+
+
+class Prefetch(Protocol):
+    """Bytes on their way, ahead of use."""
+
+    def progress(self) -> Progress:
+        """Return how far it has come."""
+        ...
+
+    def done(self) -> bool:
+        """Say whether it has ended: complete, failed or cancelled."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until it has ended; ``False`` when ``timeout`` seconds went by first.
+
+        Raises
+        ------
+        LoadstoneError
+            What stopped it.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Stop it; nothing of it is running when this returns."""
+        ...
+
+
+class Source(Protocol):
+    """A folder of objects."""
+
+    @property
+    def name(self) -> str:
+        """Where it is, for messages."""
+        ...
+
+    def names(self) -> tuple[str, ...] | None:
+        """Return the names of the files directly inside, or ``None`` when the store cannot list."""
+        ...
+
+    def open(self, names: Sequence[str]) -> "dict[str, Blob | LoadstoneError]":
+        """Open several objects side by side; each name gives its blob or the error that it met.
+
+        The first 64 KiB of each (all of it, when smaller) are ready when this returns, so that headers
+        cost one round trip. Blobs are shared: opening a name again returns the same blob.
+        """
+        ...
+
+    def prefetch(self, spans: Sequence[Span]) -> Prefetch:
+        """Start to bring ``spans`` here, in their order, in the background."""
+        ...
+
+    def close(self) -> None:
+        """Stop every prefetch and close every blob."""
+        ...

@@ -1,0 +1,114 @@
+"""All settings, in one frozen object; the only place that reads the environment.
+
+Every field has an environment variable, its name in upper case after ``LOADSTONE_``: ``cache_dir`` is
+``LOADSTONE_CACHE_DIR``. Sizes may be written ``512M`` or ``20GiB`` (binary multiples).
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from loadstone.errors import SettingsError
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How loadstone behaves in this process.
+
+    Attributes
+    ----------
+    cache_dir : str
+        Folder of the node cache; ``none`` keeps fetched bytes in memory only. Empty: ``loadstone`` in the
+        user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``).
+    cache_bytes : int
+        Most bytes the node cache may hold; 0: nine tenths of what its disk can give it.
+    max_connections : int
+        Most connections to a store at a time, over all its objects.
+    request_bytes : int
+        Most bytes asked for in one request.
+    bandwidth : int
+        Most bytes per second from stores, 0: no limit.
+    connect_timeout, stall_timeout : float
+        Seconds to connect; seconds without a single byte before a connection is cut and resumed.
+    retry_seconds : float
+        Seconds that one piece of work may spend on temporary failures before it gives up.
+    verify : bool
+        Check digests, where the publisher or the store wrote them, before bytes count as ready.
+    adapter_bytes : int
+        Most bytes of adapters attached to the model; 0: a quarter of the memory this process may use.
+    """
+
+    cache_dir: str = ""
+    cache_bytes: int = 0
+    max_connections: int = 32
+    request_bytes: int = 16 * 1024 * 1024
+    bandwidth: int = 0
+    connect_timeout: float = 10.0
+    stall_timeout: float = 20.0
+    retry_seconds: float = 120.0
+    verify: bool = False
+    adapter_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_connections <= 256:
+            raise SettingsError(f"max_connections is {self.max_connections}; use 1 to 256")
+        if self.request_bytes < 64 * 1024 or self.request_bytes % (64 * 1024):
+            raise SettingsError(f"request_bytes is {self.request_bytes}; use a multiple of 64 KiB")
+        for name in ("connect_timeout", "stall_timeout"):
+            if getattr(self, name) <= 0:
+                raise SettingsError(f"{name} is {getattr(self, name)}; use more than 0 seconds")
+        for name in ("cache_bytes", "bandwidth", "retry_seconds", "adapter_bytes"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"{name} is {getattr(self, name)}; use 0 or more")
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> "Settings":
+        """Read the settings from ``env``.
+
+        Raises
+        ------
+        SettingsError
+            A value cannot be understood; the message names the variable.
+        """
+        values: dict[str, object] = {}
+        for field in fields(cls):
+            variable = f"LOADSTONE_{field.name.upper()}"
+            text = env.get(variable)
+            if text is not None:
+                values[field.name] = _parse(variable, text, type(field.default))
+        return cls(**values)  # type: ignore[arg-type]
+
+    @property
+    def cache_path(self) -> Path | None:
+        """The node cache's folder, or ``None`` when it is switched off."""
+        if self.cache_dir.lower() == "none":
+            return None
+        if self.cache_dir:
+            return Path(self.cache_dir).expanduser()
+        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(home).expanduser() / "loadstone"
+
+
+def parse_size(text: str) -> int:
+    """Turn ``"512M"``, ``"20GiB"`` or ``"1048576"`` into bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise SettingsError(f"{text!r} is not a size; write bytes, or a number with K, M, G or T")
+    return int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
+
+
+def _parse(variable: str, text: str, kind: type) -> object:
+    try:
+        if kind is bool:
+            return _BOOLS[text.lower()]
+        if kind is int:
+            return parse_size(text)
+        return kind(text)
+    except (KeyError, ValueError):
+        raise SettingsError(f"{variable}={text!r} cannot be understood as {kind.__name__}") from None
