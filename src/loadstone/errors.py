@@ -24,6 +24,13 @@ LoadstoneError
 │   ├── AdapterNotFoundError (KeyError)   no adapter of that name
 │   └── AdapterBusyError                  it is still in use, or the budget is full of adapters in use
 ├── RequestError (ValueError)             a request to the service is not valid
+│   ├── RequestTooLargeError              its body is over the limit
+│   ├── ModelNotFoundError                it names a model that is not served
+│   └── DeniedError                       it needs an admin token, or has a wrong one
+├── UnavailableError                      the service cannot do it now
+│   ├── NotReadyError                     it is starting or stopping
+│   └── QueueFullError                    too many requests are waiting
+├── GenerationError                       the model failed while it answered a request
 ├── SettingsError (ValueError)            a setting is wrong, or two of them contradict each other
 └── MissingExtraError (ImportError)       an optional dependency is not installed
 
@@ -128,7 +135,39 @@ class AdapterBusyError(AdapterError):
 
 
 class RequestError(LoadstoneError, ValueError):
-    """A request to the service is not valid."""
+    """A request to the service is not valid; ``param`` names the field, where one is to blame."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class RequestTooLargeError(RequestError):
+    """The body of a request is over the limit."""
+
+
+class ModelNotFoundError(RequestError):
+    """A request names a model that is not served."""
+
+
+class DeniedError(RequestError):
+    """A request needs an admin token, or has a wrong one."""
+
+
+class UnavailableError(LoadstoneError):
+    """The service cannot do it now; the same request may succeed later."""
+
+
+class NotReadyError(UnavailableError):
+    """The service is starting or stopping."""
+
+
+class QueueFullError(UnavailableError):
+    """Too many requests are waiting."""
+
+
+class GenerationError(LoadstoneError):
+    """The model failed while it answered a request."""
 
 
 class SettingsError(LoadstoneError, ValueError):

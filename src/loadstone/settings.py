@@ -7,7 +7,7 @@ Every field has an environment variable, its name in upper case after ``LOADSTON
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from loadstone.errors import SettingsError
@@ -42,6 +42,19 @@ class Settings:
         Check digests, where the publisher or the store wrote them, before bytes count as ready.
     adapter_bytes : int
         Most bytes of adapters attached to the model; 0: a quarter of the memory this process may use.
+    admin_token : str
+        What callers of the service send as ``Authorization: Bearer …`` to load or unload adapters. Empty:
+        only a service bound to loopback takes such calls, and only from this machine.
+    max_body_bytes : int
+        Most bytes in the body of a request to the service.
+    max_context : int
+        Most tokens, prompt and answer together, of one request; 0: as many as the model has positions for.
+    max_output_tokens : int
+        Most tokens that a request may ask for; 0: what ``max_context`` leaves.
+    max_running, max_waiting : int
+        Most answers worked on side by side, each with a key-value cache of its own; and most that wait.
+    drain_seconds : float
+        Seconds that running requests get when the service stops, or when their adapter is unloaded.
     """
 
     cache_dir: str = ""
@@ -54,6 +67,13 @@ class Settings:
     retry_seconds: float = 120.0
     verify: bool = False
     adapter_bytes: int = 0
+    admin_token: str = field(default="", repr=False)
+    max_body_bytes: int = 4 * 1024 * 1024
+    max_context: int = 0
+    max_output_tokens: int = 0
+    max_running: int = 8
+    max_waiting: int = 128
+    drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_connections <= 256:
@@ -63,9 +83,15 @@ class Settings:
         for name in ("connect_timeout", "stall_timeout"):
             if getattr(self, name) <= 0:
                 raise SettingsError(f"{name} is {getattr(self, name)}; use more than 0 seconds")
-        for name in ("cache_bytes", "bandwidth", "retry_seconds", "adapter_bytes"):
+        for name in (
+            *("cache_bytes", "bandwidth", "retry_seconds", "adapter_bytes"),
+            *("max_context", "max_output_tokens", "max_waiting", "drain_seconds"),
+        ):
             if getattr(self, name) < 0:
                 raise SettingsError(f"{name} is {getattr(self, name)}; use 0 or more")
+        for name in ("max_body_bytes", "max_running"):
+            if getattr(self, name) < 1:
+                raise SettingsError(f"{name} is {getattr(self, name)}; use 1 or more")
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> "Settings":
@@ -77,11 +103,11 @@ class Settings:
             A value cannot be understood; the message names the variable.
         """
         values: dict[str, object] = {}
-        for field in fields(cls):
-            variable = f"LOADSTONE_{field.name.upper()}"
+        for setting in fields(cls):
+            variable = f"LOADSTONE_{setting.name.upper()}"
             text = env.get(variable)
             if text is not None:
-                values[field.name] = _parse(variable, text, type(field.default))
+                values[setting.name] = _parse(variable, text, type(setting.default))
         return cls(**values)  # type: ignore[arg-type]
 
     @property
