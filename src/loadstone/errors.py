@@ -9,6 +9,7 @@ LoadstoneError
 │   ├── TruncatedError                    fewer bytes than the file itself promises
 │   └── IndexFileError                    the shard index cannot be used
 ├── TensorNotFoundError (KeyError)        the checkpoint has no tensor of that name
+├── SliceError (IndexError)               an index does not fit the tensor's shape
 ├── UnsupportedDtypeError (TypeError)     torch has no such dtype; ``Checkpoint.raw`` still gives the bytes
 ├── TransferError (ConnectionError)       the store could not be read, retries included
 │   └── StalledError (TimeoutError)       no byte arrived for too long
@@ -34,7 +35,8 @@ LoadstoneError
 ├── SettingsError (ValueError)            a setting is wrong, or two of them contradict each other
 └── MissingExtraError (ImportError)       an optional dependency is not installed
 
-Each message says what was found, what was expected, where, and what to do.
+Each message says what was found, what was expected, where, and what to do. What is suspect but can be read
+all the same is a `LoadstoneWarning`, given through `warnings`.
 """
 
 
@@ -44,6 +46,10 @@ class LoadstoneError(Exception):
     def __str__(self) -> str:
         # KeyError would print the repr of the message, OSError its errno form; one plain line is wanted.
         return str(self.args[0]) if self.args else self.__class__.__name__
+
+
+class LoadstoneWarning(UserWarning):
+    """Something about a checkpoint or adapter is suspect; it was read all the same."""
 
 
 class LocationError(LoadstoneError, ValueError):
@@ -76,6 +82,10 @@ class IndexFileError(FormatError):
 
 class TensorNotFoundError(LoadstoneError, KeyError):
     """A checkpoint has no tensor of that name."""
+
+
+class SliceError(LoadstoneError, IndexError, ValueError):
+    """An index does not fit a tensor's shape."""
 
 
 class UnsupportedDtypeError(LoadstoneError, TypeError):
