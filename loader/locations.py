@@ -178,7 +178,7 @@ def _web(text: str) -> Location:
     userinfo = parts.netloc.rpartition("@")[0]
     path = quote(parts.path, safe=_PATH_SAFE + "%").rstrip("/") or "/"
     base = Location(parts.scheme.lower(), "", path, authority, Secrets(userinfo, parts.query))
-    return base._with_path(path)  # noqa: SLF001  its own module
+    return base._with_path(path)
 
 
 def _bucket(rest: str) -> Location:

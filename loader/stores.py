@@ -76,11 +76,14 @@ class Gate(Protocol):
     """How the caller of a transport steers it; called from the transport's working thread."""
 
     def admit(self, nbytes: int) -> None:
-        """Called before at most `CHUNK` bytes are received: may block, or raise to end the transfer."""
+        """Allow ``nbytes`` (at most `CHUNK`) to be received: may block, or raise to end the transfer.
+
+        Also called with 0 while the transport waits for a store, so that a cancelled transfer ends soon.
+        """
         ...
 
     def throttled(self, retry_after: float | None) -> None:
-        """Called when the store asked to slow down, with the seconds it named."""
+        """Take note that the store asked to slow down, with the seconds it named."""
         ...
 
 
