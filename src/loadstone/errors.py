@@ -27,11 +27,13 @@ LoadstoneError
 ├── RequestError (ValueError)             a request to the service is not valid
 │   ├── RequestTooLargeError              its body is over the limit
 │   ├── ModelNotFoundError                it names a model that is not served
-│   └── DeniedError                       it needs an admin token, or has a wrong one
+│   └── DeniedError                       it may not come from there
+│       └── TokenError                    it needs an admin token, or has a wrong one
 ├── UnavailableError                      the service cannot do it now
 │   ├── NotReadyError                     it is starting or stopping
 │   └── QueueFullError                    too many requests are waiting
 ├── GenerationError                       the model failed while it answered a request
+├── BenchError (RuntimeError)             a benchmark could not be carried out
 ├── SettingsError (ValueError)            a setting is wrong, or two of them contradict each other
 └── MissingExtraError (ImportError)       an optional dependency is not installed
 
@@ -161,6 +163,10 @@ class ModelNotFoundError(RequestError):
 
 
 class DeniedError(RequestError):
+    """A request may not come from where it comes from."""
+
+
+class TokenError(DeniedError):
     """A request needs an admin token, or has a wrong one."""
 
 
@@ -178,6 +184,10 @@ class QueueFullError(UnavailableError):
 
 class GenerationError(LoadstoneError):
     """The model failed while it answered a request."""
+
+
+class BenchError(LoadstoneError, RuntimeError):
+    """A benchmark could not be carried out."""
 
 
 class SettingsError(LoadstoneError, ValueError):
