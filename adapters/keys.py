@@ -86,8 +86,8 @@ def parse_key(text: str, where: str) -> Key:
     if copy is not None:
         if ".original_module." in plain:
             raise AdapterFormatError(
-                f"{where}: {text!r} is the base's own parameter, not the adapter's; save the adapter with PEFT's"
-                " save_pretrained"
+                f"{where}: {text!r} is the base's own parameter, not the adapter's; save the adapter"
+                " with PEFT's save_pretrained"
             )
         return Key(text, "full", f"{copy['module']}.{copy['name']}")
     module, layer, name = plain.rpartition(".base_layer.")
@@ -148,6 +148,6 @@ def _unknown(text: str, form: re.Match[str], where: str) -> AdapterFormatError:
             " PEFT's save_pretrained"
         )
     return AdapterFormatError(
-        f"{where}: the key {text!r} is none of the kinds an adapter may hold (lora_A, lora_B, lora_embedding_A,"
-        " lora_embedding_B, lora_magnitude_vector, trainable_tokens_delta, modules to save)"
+        f"{where}: the key {text!r} is none of the kinds an adapter may hold (lora_A, lora_B,"
+        " lora_embedding_A, lora_embedding_B, lora_magnitude_vector, trainable_tokens_delta, modules to save)"
     )

@@ -1,0 +1,140 @@
+"""What an adapter is checked against: the names and shapes of a base checkpoint. No tensor bytes are read.
+
+An adapter names modules as the model does. A checkpoint saved from the bare model lacks the model's own
+prefix (``transformer.`` of GPT-2); `BaseIndex` knows both spellings. Immutable after it is built, so any
+thread may use it.
+"""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+
+from loadstone.loader.checkpoint import Checkpoint
+
+_CONV1D = {
+    "clvp": ("c_fc", "c_proj"),
+    "decision_transformer": ("c_attn", "q_attn", "c_proj", "c_fc"),
+    "gpt2": ("c_attn", "q_attn", "c_proj", "c_fc"),
+    "imagegpt": ("c_attn", "q_attn", "c_proj", "c_fc"),
+    "openai-gpt": ("c_attn", "c_proj", "c_fc"),
+}
+"""Modules of transformers' model types that are ``Conv1D``, whose weights are ``[in, out]``."""
+
+Shape = tuple[int, ...]
+
+
+class BaseIndex:
+    """Names and shapes of a base, by the model's names.
+
+    Parameters
+    ----------
+    checkpoint
+        The base; it must stay open for as long as tensors are read through it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.name = checkpoint.name
+        self.config: Mapping[str, object] = checkpoint.config() or {}
+        self.tied: Mapping[str, str] = dict(checkpoint.tied)
+        self.fingerprint = checkpoint.fingerprint()
+        self._shapes: dict[str, Shape] = {
+            name: tuple(checkpoint.info(name).shape)
+            for name in checkpoint.keys()  # noqa: SIM118  no values
+        }
+        self._tops = frozenset(name.partition(".")[0] for name in self._shapes)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the checkpoint's own names."""
+        return iter(self._shapes)
+
+    def stored(self, name: str) -> str | None:
+        """Return the checkpoint's name of the model's parameter ``name``: itself, its twin, or ``None``."""
+        if name in self._shapes:
+            return name
+        if name in self.tied:
+            return self.tied[name]
+        top, _, rest = name.partition(".")
+        if top not in self._tops and rest in self._shapes:
+            return rest
+        return None
+
+    def shape(self, name: str) -> Shape | None:
+        """Return the shape of the model's parameter ``name``, or ``None`` when there is no such."""
+        stored = self.stored(name)
+        return None if stored is None else self._shapes[stored]
+
+    def parameters(self, module: str) -> dict[str, Shape]:
+        """Return the parameters below ``module``, by their names inside it."""
+        found = {n[len(module) + 1 :]: s for n, s in self._shapes.items() if n.startswith(module + ".")}
+        if found:
+            return found
+        for alias in self.tied:
+            if alias.startswith(module + "."):
+                found[alias[len(module) + 1 :]] = self._shapes[self.tied[alias]]
+        top, _, rest = module.partition(".")
+        if not found and rest and top not in self._tops:
+            return {n[len(rest) + 1 :]: s for n, s in self._shapes.items() if n.startswith(rest + ".")}
+        return found
+
+    def matrices(self, prefix: str = "") -> list[str]:
+        """Return the modules that own a two-dimensional ``weight``, ``prefix`` put before their names."""
+        return [
+            prefix + name.removesuffix(".weight")
+            for name, shape in self._shapes.items()
+            if name.endswith(".weight") and len(shape) == 2
+        ]
+
+    def missing_prefix(self, module: str) -> str:
+        """Return the prefix that the checkpoint lacks in front of ``module``'s name, or nothing."""
+        top = module.partition(".")[0]
+        return "" if top in self._tops or not self.parameters(module) else top + "."
+
+    def is_conv1d(self, module: str) -> bool | None:
+        """Say whether ``module`` is a ``Conv1D``, or ``None`` when the base does not say what it is."""
+        kind = self.config.get("model_type")
+        if not isinstance(kind, str):
+            return None
+        return module.rpartition(".")[2] in _CONV1D.get(kind, ())
+
+    @property
+    def vocabulary(self) -> int | None:
+        """How many tokens the base knows, as its config says."""
+        text = self.config.get("text_config")
+        inner = text if isinstance(text, dict) else {}
+        size = self.config.get("vocab_size", inner.get("vocab_size"))
+        return size if isinstance(size, int) else None
+
+
+_indexes: dict[int, tuple[weakref.ref[Checkpoint], BaseIndex]] = {}
+
+
+def index_of(checkpoint: Checkpoint) -> BaseIndex:
+    """Return the index of ``checkpoint``, built once for as long as the checkpoint lives.
+
+    Two threads may build it at the same time; either result serves.
+    """
+    known = _indexes.get(id(checkpoint))
+    if known is not None and known[0]() is checkpoint:
+        return known[1]
+    index = BaseIndex(checkpoint)
+    key = id(checkpoint)
+    _indexes[key] = (weakref.ref(checkpoint, lambda _: _indexes.pop(key, None)), index)
+    return index
+
+
+def same_name(adapter_says: str, base_is: str) -> bool:
+    """Say whether two names may mean the same base.
+
+    Only the last part counts, without regard to case: ``org/tiny``, ``/mnt/train/tiny`` and
+    ``s3://models/tiny/`` agree, and so does the HF cache's ``models--org--tiny/snapshots/<revision>``.
+    """
+    return bool(_names(adapter_says) & _names(base_is))
+
+
+def _names(text: str) -> set[str]:
+    path = PurePosixPath(text.partition("?")[0].replace("\\", "/").lower())
+    names = {path.name} if path.name else set()
+    for part in path.parts:
+        if part.startswith("models--"):
+            names.add(part.rpartition("--")[2])
+    return names
