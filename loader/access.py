@@ -30,8 +30,8 @@ class Access(Protocol):
         """Return a request for ``key``, signed as the store wants it."""
         ...
 
-    def repair(self, refused: Refusal) -> bool:
-        """Set right what made the store refuse (an expired signature, another region), if that can be done.
+    def repair(self, key: str, request: Request, refused: Refusal) -> bool:
+        """Set right what made the store refuse ``request`` (an expired signature, a region).
 
         A request made after ``True`` is a different one; it does not count as a retry.
         """

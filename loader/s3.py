@@ -78,7 +78,7 @@ class S3Access:
             headers = sign(url, headers, self._region, keys)
         return Request(url, headers)
 
-    def repair(self, refused: Refusal) -> bool:
+    def repair(self, key: str, request: Request, refused: Refusal) -> bool:  # noqa: ARG002  part of `Access`
         """Follow the bucket to its region, or renew expired keys; see `Access.repair`."""
         moved = refused.status in (301, 307) or refused.code in _REGION_CODES
         if refused.region and (moved or (refused.status in (400, 403) and refused.region != self._region)):

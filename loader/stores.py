@@ -208,6 +208,6 @@ def open_store(location: Location, storage_options: Mapping[str, object] | None,
         from loadstone.loader.web import WebStore  # noqa: PLC0415  likewise
 
         return WebStore(location, options, settings)
-    from loadstone.loader.generic import open_generic  # noqa: PLC0415  fsspec is loaded for the rest only
+    from loadstone.loader.generic import FsspecStore  # noqa: PLC0415  fsspec is loaded for the rest only
 
-    return open_generic(location, options, settings)
+    return FsspecStore(location, options, settings)

@@ -226,7 +226,7 @@ class HttpTransport:
             with answer:
                 refused = refusal(answer.status, answer.headers, _body(answer))
             target = answer.headers.get("Location")
-            if repairs < _REPAIRS and obj.access.repair(refused):
+            if repairs < _REPAIRS and obj.access.repair(obj.key, request, refused):
                 repairs, request = repairs + 1, None
             elif answer.status in REDIRECTS and target and hops < _HOPS:
                 hops, request = hops + 1, redirected(request, target, obj.name)

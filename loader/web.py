@@ -49,7 +49,7 @@ class WebAccess:
         """Return a request; see `Access.request`."""
         return Request(f"{self._origin}{key}" + (f"?{query}" if query else ""), {**self._headers, **headers})
 
-    def repair(self, refused: Refusal) -> bool:  # noqa: ARG002  part of `Access`
+    def repair(self, key: str, request: Request, refused: Refusal) -> bool:  # noqa: ARG002  part of `Access`
         """Nothing can be set right here; see `Access.repair`."""
         return False
 
