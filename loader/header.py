@@ -154,7 +154,7 @@ def header_length(first: bytes, file_size: int, where: str) -> int:
         if _PREFIX + length <= file_size:
             return length
         raise TruncatedError(
-            f"{where}: truncated: {file_size} bytes are there, its header alone needs {_PREFIX + length}; "
+            f"{where}: truncated: {file_size} bytes are there, {_PREFIX + length} are expected for its header; "
             "fetch the file again"
         )
     what = sniff(first)
@@ -214,7 +214,7 @@ def parse_header(data: bytes | memoryview, file_size: int, file: str, where: str
     stop = _PREFIX + length
     if len(data) < stop:
         raise TruncatedError(
-            f"{where}: truncated: {len(data)} bytes were read, its header needs {stop}; fetch the file again"
+            f"{where}: truncated: {len(data)} bytes were read, {stop} are expected for its header; fetch it again"
         )
     try:
         text = str(data[_PREFIX:stop], "utf-8")
@@ -278,7 +278,7 @@ def _check_unicode(texts: Iterable[str], where: str) -> None:
 def _check_size(needed: int, file_size: int, where: str) -> None:
     if file_size < needed:
         raise TruncatedError(
-            f"{where}: truncated: {file_size} bytes are there, {needed} are needed; fetch the file again"
+            f"{where}: truncated: {file_size} bytes are there, {needed} are expected; fetch the file again"
         )
     if file_size > needed:
         raise HeaderError(

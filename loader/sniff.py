@@ -11,6 +11,7 @@ from loadstone.loader.naming import shorten
 _LFS = b"version https://git-lfs.github.com/spec/"
 # A safetensors header of 640 bytes begins like a pickle too, but, as a 64-bit number, goes on with zeros.
 _PICKLE = re.compile(rb"\x80[\x02-\x05](?:\x95|..(?!\x00{4}))", re.DOTALL)
+_LINK = re.compile(r"(?:\.\./)+blobs/[0-9a-f]{40,64}")
 _MAGIC = (
     (b"GGUF", "a GGUF file (llama.cpp); open the original safetensors checkpoint instead"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras, TensorFlow); convert it to safetensors"),
@@ -80,6 +81,8 @@ def _text(first: bytes) -> str | None:
         )
     if head.startswith(("{", "[")):
         return f"JSON text{_json_error(text)}, perhaps a server's error answer, not weights; fetch it again"
+    if _LINK.fullmatch(text):
+        return "a link of a Hugging Face cache that was copied as text; copy the folder with its links"
     if text and text.isprintable() and len(text) < _LONGEST_ANSWER:
         return f"the text {shorten(text)!r}, perhaps a server's error answer, not weights; fetch it again"
     return None

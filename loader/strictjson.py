@@ -73,6 +73,8 @@ def parse_json(text: str, what: str, error: type[FormatError]) -> object:
     integer = _integer if unlimited or "-0" in text else int
     try:
         return json.loads(text, object_pairs_hook=_object, parse_int=integer, parse_constant=refuse_constant)
+    except error:
+        raise
     except json.JSONDecodeError as problem:
         raise error(
             f"{what} is not valid JSON ({problem.msg} at character {problem.pos} of {len(text)}); "
