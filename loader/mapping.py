@@ -24,8 +24,8 @@ _libc_mmap.argtypes = [
 ]  # fmt: skip
 
 
-def map_private(fd: int, size: int) -> memoryview:
-    """Map the first ``size`` bytes of a file as private, writable, lazily read memory.
+def map_private(fd: int, size: int, offset: int = 0) -> memoryview:
+    """Map ``size`` bytes of a file as private, writable, lazily read memory.
 
     Writes stay in this process; later writes to the file show through on pages that this process has not
     written. Nothing is read ahead (``MADV_RANDOM``) and nothing is reserved, so a file may be larger than
@@ -34,9 +34,11 @@ def map_private(fd: int, size: int) -> memoryview:
     Parameters
     ----------
     fd : int
-        The file, open for reading, at least ``size`` bytes long.
+        The file, open for reading, at least ``offset + size`` bytes long.
     size : int
         Bytes to map; 0 gives an empty view.
+    offset : int
+        Where they begin: a multiple of the page size.
 
     Returns
     -------
@@ -57,10 +59,39 @@ def map_private(fd: int, size: int) -> memoryview:
         raise _refused(size, error.errno or 0) from None
     address = ctypes.addressof(ctypes.c_char.from_buffer(owner))
     # MAP_FIXED replaces pages of the anonymous map just made, and nothing else.
-    if _libc_mmap(address, size, _PROTECTION, _FLAGS | _MAP_FIXED, fd, 0) != address:
+    if _libc_mmap(address, size, _PROTECTION, _FLAGS | _MAP_FIXED, fd, offset) != address:
         raise _refused(size, ctypes.get_errno())
     owner.madvise(mmap.MADV_RANDOM)
     return memoryview(owner)
+
+
+def map_anonymous(size: int) -> memoryview:
+    """Map ``size`` zero bytes of private memory that belongs to no file; nothing is reserved."""
+    if size == 0:
+        return memoryview(bytearray())
+    try:
+        return memoryview(mmap.mmap(-1, size, flags=_FLAGS, prot=_PROTECTION))
+    except OSError as error:
+        raise _refused(size, error.errno or 0) from None
+
+
+def replace_by_anonymous(view: memoryview, start: int, stop: int) -> None:
+    """Turn bytes ``start`` to ``stop`` of a whole `map_private` view into zeros that belong to no file.
+
+    Writing such bytes touches no page of the file. That matters where the file has a hole and its file
+    system is full: a private write to it would first fetch the page, and on tmpfs that is a SIGBUS.
+
+    Parameters
+    ----------
+    view : memoryview
+        As returned by `map_private`.
+    start, stop : int
+        ``start`` lies on a page boundary; ``stop`` does too or is the end of the view.
+    """
+    base = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    flags = _FLAGS | _MAP_FIXED | mmap.MAP_ANONYMOUS
+    if _libc_mmap(base + start, stop - start, _PROTECTION, flags, -1, 0) != base + start:
+        raise _refused(stop - start, ctypes.get_errno())
 
 
 def _refused(size: int, code: int) -> CacheError:

@@ -1,0 +1,55 @@
+"""Whether a folder can hold the node cache: its owner, its mode, its kind of file system, its room."""
+
+import ctypes
+import os
+from pathlib import Path
+
+_TMPFS = 0x01021994
+# Only file systems whose maps, writes and locks are coherent between processes of one machine.
+_LOCAL = {
+    0xEF53: "ext4",
+    0x58465342: "xfs",
+    0x9123683E: "btrfs",
+    0xF2F52010: "f2fs",
+    0x2FC12FC1: "zfs",
+    0xCA451A4E: "bcachefs",
+    0x3153464A: "jfs",
+    0x794C7630: "overlayfs",
+    0x858458F6: "ramfs",
+    _TMPFS: "tmpfs",
+}
+
+_statfs = ctypes.CDLL(None, use_errno=True).statfs
+
+
+def refusal(folder: Path) -> str | None:
+    """Return why ``folder`` cannot hold the node cache, or ``None``; creates it when it is missing."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.stat()
+    except OSError as error:
+        return f"it cannot be created: {error.strerror}"
+    if info.st_uid not in {0, os.geteuid()}:
+        return f"it belongs to user {info.st_uid}, who could change what is stored there"
+    if info.st_mode & 0o022:
+        return f"its mode is {info.st_mode & 0o777:o}: others could change what is stored there (chmod go-w)"
+    kind = filesystem_type(folder)
+    if kind not in _LOCAL:
+        return f"its file system (type {kind:#x}) is not a local one, so processes would not see each other"
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK) or os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return "it is read-only"
+    return None
+
+
+def filesystem_type(path: Path) -> int:
+    """Return the magic number of the file system that holds ``path`` (see statfs(2)); 0 when unknown."""
+    answer = ctypes.create_string_buffer(256)
+    if _statfs(os.fsencode(path), answer) != 0:
+        return 0
+    return ctypes.c_ulong.from_buffer(answer).value
+
+
+def free_bytes(path: Path) -> int:
+    """Return how many bytes can still be written to the file system that holds ``path``."""
+    info = os.statvfs(path)
+    return info.f_bavail * info.f_frsize

@@ -1,0 +1,153 @@
+"""Who uses which blob of the node cache, told by locks and therefore never out of date.
+
+One file holds them all. A process that uses a blob has a shared lock on one byte of it: the blob's number
+times 2**22, plus its process id. Evicting takes the blob's whole range exclusively, which fails while
+anyone uses it; listing asks the kernel which bytes are locked, and so learns the ids. A process needs a
+single descriptor for all its leases. Two blobs that share a number are never evicted wrongly, only late.
+
+One more range of that kind says which processes have a thread that is blocked on bytes.
+
+Ownership: `Leases` is used by all threads of a process; ``_lock`` guards its counts and descriptor. A forked
+child takes its own leases on first use, through a description of its own.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from loadstone.loader.forks import renew_in_child
+from loadstone.loader.locks import close_own, conflict, open_own, pauses, try_lock, unlock
+
+_SPAN = 1 << 22  # more than any process id
+_DEMAND = 1 << 62
+
+
+class Leases:
+    """The leases of one cache folder.
+
+    Parameters
+    ----------
+    path : Path
+        The file that carries the locks; it is created, and stays empty.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._counts: dict[int, int] = {}
+        self._fd = -1
+        close_own(self._open())
+        renew_in_child(self)
+
+    def current(self) -> bool:
+        """Say whether other processes that begin now use the same file."""
+        with self._lock:
+            fd = self._open()
+            try:
+                return os.path.sameopenfile(self._description(), fd)
+            finally:
+                close_own(fd)
+
+    def take(self, key: str, seconds: float) -> bool:
+        """Use the blob ``key``; ``False`` when it was being evicted for longer than ``seconds``."""
+        return self._share(_base(key), seconds)
+
+    def drop(self, key: str) -> None:
+        """Use it no longer, as often as it was taken."""
+        self._unshare(_base(key))
+
+    @contextmanager
+    def alone(self, key: str) -> Iterator[bool]:
+        """Give ``True`` while nobody uses the blob ``key``, nor can begin to."""
+        fd = self._open()
+        try:
+            yield try_lock(fd, _base(key), _SPAN)
+        finally:
+            close_own(fd)
+
+    def users(self, key: str) -> list[int]:
+        """Return the ids of the processes that use the blob ``key``."""
+        fd = self._open()
+        try:
+            found, start, stop = [], _base(key), _base(key) + _SPAN
+            while start < stop and (lock := conflict(fd, start, stop - start)) is not None:
+                if lock.nbytes == 1:
+                    found.append(lock.start - _base(key))
+                start = lock.stop
+            return found
+        finally:
+            close_own(fd)
+
+    def begin_demand(self) -> None:
+        """Tell other processes that a thread of this one is blocked on bytes."""
+        self._share(_DEMAND, 0)
+
+    def end_demand(self) -> None:
+        """Undo one `begin_demand`."""
+        self._unshare(_DEMAND)
+
+    def foreign_demand(self) -> bool:
+        """Say whether a thread of another process is blocked on bytes."""
+        with self._lock:
+            return conflict(self._description(), _DEMAND, _SPAN) is not None
+
+    def close(self) -> None:
+        """Drop every lease of this process."""
+        with self._lock:
+            self._counts.clear()
+            close_own(self._fd)
+            self._fd = -1
+
+    def _open(self) -> int:
+        return open_own(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+
+    def _description(self) -> int:
+        if self._fd < 0:
+            self._fd = self._open()
+            for base in self._counts:
+                try_lock(self._fd, base + os.getpid(), 1, shared=True)
+        return self._fd
+
+    def _share(self, base: int, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        for pause in pauses():
+            with self._lock:
+                if base in self._counts or try_lock(self._description(), base + os.getpid(), 1, shared=True):
+                    self._counts[base] = self._counts.get(base, 0) + 1
+                    return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+        return False
+
+    def _unshare(self, base: int) -> None:
+        with self._lock:
+            left = self._counts.pop(base, 0) - 1
+            if left > 0:
+                self._counts[base] = left
+            elif left == 0:
+                unlock(self._description(), base + os.getpid(), 1)
+
+    def reset_in_child(self) -> None:
+        """Forget the parent's description; the child's own leases follow on first use."""
+        self._lock = threading.Lock()
+        self._fd = -1
+
+
+def _base(key: str) -> int:
+    return int(key[:10], 16) * _SPAN
+
+
+_shared: dict[Path, Leases] = {}
+
+
+def shared_leases(path: Path) -> Leases:
+    """Return this process's leases at ``path``: one descriptor serves all who use that cache."""
+    path = path.absolute()
+    found = _shared.get(path)
+    if found is None or not found.current():
+        found = _shared[path] = Leases(path)
+    return found
