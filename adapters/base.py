@@ -42,6 +42,12 @@ class BaseIndex:
             for name in checkpoint.keys()  # noqa: SIM118  no values
         }
         self._tops = frozenset(name.partition(".")[0] for name in self._shapes)
+        self._modules: dict[str, list[str]] = {}
+        for name in (*self._shapes, *self.tied):
+            end = name.find(".")
+            while end >= 0:
+                self._modules.setdefault(name[:end], []).append(name)
+                end = name.find(".", end + 1)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the checkpoint's own names."""
@@ -65,16 +71,18 @@ class BaseIndex:
 
     def parameters(self, module: str) -> dict[str, Shape]:
         """Return the parameters below ``module``, by their names inside it."""
-        found = {n[len(module) + 1 :]: s for n, s in self._shapes.items() if n.startswith(module + ".")}
-        if found:
-            return found
-        for alias in self.tied:
-            if alias.startswith(module + "."):
-                found[alias[len(module) + 1 :]] = self._shapes[self.tied[alias]]
+        at = self._stored_module(module)
+        return {
+            name[len(at) + 1 :]: self._shapes[self.tied.get(name, name)] for name in self._modules.get(at, ())
+        }
+
+    def has_module(self, module: str) -> bool:
+        """Say whether anything is stored for ``module``."""
+        return self._stored_module(module) in self._modules
+
+    def _stored_module(self, module: str) -> str:
         top, _, rest = module.partition(".")
-        if not found and rest and top not in self._tops:
-            return {n[len(rest) + 1 :]: s for n, s in self._shapes.items() if n.startswith(rest + ".")}
-        return found
+        return rest if rest and module not in self._modules and top not in self._tops else module
 
     def matrices(self, prefix: str = "") -> list[str]:
         """Return the modules that own a two-dimensional ``weight``, ``prefix`` put before their names."""
@@ -87,7 +95,7 @@ class BaseIndex:
     def missing_prefix(self, module: str) -> str:
         """Return the prefix that the checkpoint lacks in front of ``module``'s name, or nothing."""
         top = module.partition(".")[0]
-        return "" if top in self._tops or not self.parameters(module) else top + "."
+        return "" if top in self._tops or not self.has_module(module) else top + "."
 
     def is_conv1d(self, module: str) -> bool | None:
         """Say whether ``module`` is a ``Conv1D``, or ``None`` when the base does not say what it is."""

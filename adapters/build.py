@@ -127,7 +127,7 @@ class _Builder:
         if self.base is None:
             return
         modules = [*self.lora, *self.rows]
-        absent = [module for module in modules if not self.base.parameters(module)]
+        absent = [module for module in modules if not self.base.has_module(module)]
         if not absent:
             return
         key = next(key for key in self.keys if key.module == absent[0])

@@ -29,6 +29,9 @@ _LORA: dict[str, Kind] = {
     "trainable_tokens_delta": "token_rows",
     "token_adapter.trainable_tokens_delta": "token_rows",
 }
+_USUAL_A = ".lora_A.weight"
+_USUAL: dict[str, Kind] = {_USUAL_A: "A", ".lora_B.weight": "B"}
+"""Nearly every key ends in one of these, and needs no closer look."""
 _FORMS = re.compile(
     r"(?P<module>.+?)\.(?P<form>(?:token_adapter\.)?trainable_tokens_delta|lora_[A-Za-z_]+)(?P<rest>(?:\..*)?)",
     re.DOTALL,
@@ -78,6 +81,9 @@ def parse_key(text: str, where: str) -> Key:
         It belongs to another adapter, or makes no sense.
     """
     plain = text.removeprefix(PREFIX)
+    stem, kind = plain[: -len(_USUAL_A)], _USUAL.get(plain[-len(_USUAL_A) :])
+    if kind is not None and stem and "lora" not in stem and not stem.endswith(".base_layer"):
+        return Key(text, kind, stem)
     _refuse_foreign(text, plain, where)
     form = _FORMS.fullmatch(plain)
     if form is not None:

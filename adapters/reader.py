@@ -29,7 +29,10 @@ from loadstone.errors import (
 )
 from loadstone.loader import opening
 from loadstone.loader.checkpoint import Checkpoint, open_checkpoint
-from loadstone.loader.source import Source
+from loadstone.loader.header import TensorInfo
+from loadstone.loader.ranges import ByteRange
+from loadstone.loader.source import Blob, Source
+from loadstone.loader.views import is_aligned, view
 from loadstone.settings import Settings
 
 FINGERPRINT_KEY = "loadstone.base_fingerprint"
@@ -141,7 +144,7 @@ def _read(
         raise AdapterFormatError(str(error)) from error
     index = None if base is None else index_of(base)
     infos = {key: checkpoint.info(key) for key in checkpoint}
-    views = {key: checkpoint.view(key) for key in infos}
+    views = _views(checkpoint, blob, infos)
     contents = Contents(
         {key: info.shape for key, info in infos.items()},
         {key: info.dtype for key, info in infos.items()},
@@ -149,7 +152,7 @@ def _read(
     )
     built = build(contents, config, index, options.experts, f"{where}/{WEIGHTS_NAME}")
     built.warnings += _identity_warnings(config, checkpoint, index, options)
-    checkpoint.wait()
+    blob.ensure([ByteRange(0, blob.size)])
     look = look_at(blob, views)
     silent = {views[key].data_ptr() for key in look.zero}
     built.warnings += _value_warnings(built, look, silent, where, options)
@@ -159,6 +162,14 @@ def _read(
     if options.experts != "auto":
         digest.update(options.experts.encode())
     return Adapter(checkpoint, config, built, digest.hexdigest(), base, owns_base=owns_base)
+
+
+def _views(checkpoint: Checkpoint, blob: Blob, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
+    """Return every tensor without waiting, as `Checkpoint.view` does, but look at the file once for all."""
+    buffer = blob.buffer()
+    return {
+        key: view(info, buffer) if is_aligned(info) else checkpoint.view(key) for key, info in infos.items()
+    }
 
 
 def _missing(source: Source, wanted: str, why: str) -> NotFoundError:
