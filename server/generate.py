@@ -24,30 +24,36 @@ from loadstone.server.work import AnswerPlan, Finish, Piece, Sampling, TokenLogp
 
 
 class Decoder:
-    """A causal language model that is asked for the next token's logits."""
+    """A causal language model that is asked for the next token's logits.
+
+    Attributes
+    ----------
+    model : PreTrainedModel
+        The model itself.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         accepted = inspect.signature(model.forward).parameters
         names = [name for name in ("cache", "past_key_values") if name in accepted]
-        if model.config.is_encoder_decoder or not names:
+        if not model.can_generate() or model.config.is_encoder_decoder or not names:
             raise BindError(
                 f"{type(model).__name__} cannot be served: it does not generate from a key-value cache; "
                 "serve a decoder-only language model"
             )
-        self._model = model
+        self.model = model
         self._cache_name = names[0]
         # Only the last position is used: the head of a long prompt need not be computed.
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
     def new_cache(self) -> DynamicCache:
         """Return an empty key-value cache."""
-        return DynamicCache(config=self._model.config.get_text_config(decoder=True))
+        return DynamicCache(config=self.model.config.get_text_config(decoder=True))
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int], cache: DynamicCache) -> torch.Tensor:
         """Return the scores, (1, vocabulary), of what comes after ``tokens``, which continue ``cache``."""
-        ids = torch.tensor([tokens], dtype=torch.long, device=self._model.device)
-        output = self._model(input_ids=ids, use_cache=True, **{self._cache_name: cache}, **self._options)
+        ids = torch.tensor([tokens], dtype=torch.long, device=self.model.device)
+        output = self.model(input_ids=ids, use_cache=True, **{self._cache_name: cache}, **self._options)
         last: torch.Tensor = output.logits[:, -1]
         return last.to(copy=True, dtype=torch.float32)
 
@@ -100,12 +106,11 @@ class Answer:
         if self._plan.logprobs is None:
             return ()
         scores = torch.log_softmax(logits[0], dim=-1)
-        best = torch.topk(scores, self._plan.logprobs)
-        top = {
-            self._text.token(other): score
-            for other, score in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        }
-        return (TokenLogprob(self._text.token(token), float(scores[token]), top, self._length),)
+        best = torch.topk(scores, self._plan.logprobs).indices.tolist()
+        tokens = list(dict.fromkeys([token, *best]))
+        names = dict(zip(tokens, self._text.names(tokens), strict=True))
+        top = {names[other]: float(scores[other]) for other in best}
+        return (TokenLogprob(names[token], float(scores[token]), top, self._length),)
 
 
 class Chooser:

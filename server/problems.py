@@ -78,6 +78,10 @@ def from_validation(problems: Sequence[Any]) -> errors.RequestError:
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "it cannot be parsed")
         return errors.RequestError(f"the body is not valid JSON: {reason}; send one JSON object")
+    if first["type"] == "string_unicode":
+        return errors.RequestError(
+            "the body holds half a surrogate pair, which is no text; send whole characters"
+        )
     if not path:
         return errors.RequestError(
             "the body is not a JSON object; send one, with 'Content-Type: application/json'"

@@ -33,6 +33,10 @@ class Tokenizer(Protocol):
         """Turn tokens into text."""
         ...
 
+    def id_to_token(self, token: int) -> str | None:
+        """Return a token's spelling in the vocabulary."""
+        ...
+
 
 class Text:
     """A model's tokenizer."""
@@ -48,9 +52,18 @@ class Text:
         """Turn tokens into text, without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def token(self, token: int) -> str:
-        """Return the text of one token alone, a special one included."""
-        return self._tokenizer.decode([token], skip_special_tokens=False)
+    def names(self, tokens: Sequence[int]) -> list[str]:
+        """Return a name for each of several tokens, no two alike.
+
+        It is the token's text, or, where that is no whole character or another's too, its spelling in the
+        vocabulary. A special token has one, too.
+        """
+        names: list[str] = []
+        for token in tokens:
+            name = self._tokenizer.decode([token], skip_special_tokens=False)
+            spelt = INCOMPLETE in name or name in names
+            names.append(self._tokenizer.id_to_token(token) or f"<{token}>" if spelt else name)
+        return names
 
 
 class Detokenizer:

@@ -1,0 +1,64 @@
+"""Loading, replacing and unloading adapters, in vLLM's shapes.
+
+A success is vLLM's line of plain text, or, for callers whose ``Accept`` header names ``application/json``,
+what the load did and cost. Loading what is loaded already succeeds and does nothing; another content under a
+name in use needs ``load_inplace``, as in vLLM. Running requests finish on the version they began with.
+"""
+
+from functools import partial
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+
+from loadstone.server.access import check_admin
+from loadstone.server.engine import Engine
+from loadstone.server.schema import LoadAdapterRequest, LoadAdapterResponse, UnloadAdapterRequest
+from loadstone.settings import Settings
+
+_SIDE_BY_SIDE = 8
+
+
+def adapter_routes(engine: Engine, settings: Settings, *, local_only: bool) -> APIRouter:
+    """Return the routes that change what is served."""
+
+    def admin(request: Request) -> None:
+        client = request.client.host if request.client else None
+        check_admin(request.headers, client, settings.admin_token, local_only=local_only)
+
+    router = APIRouter(dependencies=[Depends(admin)])
+    # Threads of their own: adapters that take long to fetch must not keep requests waiting for a thread.
+    limiter = CapacityLimiter(_SIDE_BY_SIDE)
+
+    @router.post("/v1/load_lora_adapter", response_model=LoadAdapterResponse)
+    async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Response:
+        """Load an adapter, or replace it with ``load_inplace``."""
+        call = partial(engine.load_adapter, body.lora_name, body.lora_path, replace=body.load_inplace)
+        load = await to_thread.run_sync(call, limiter=limiter)
+        message = f"Success: LoRA adapter '{load.name}' added successfully."
+        if not _wants_json(request):
+            return PlainTextResponse(message)
+        report = LoadAdapterResponse(
+            lora_name=load.name,
+            version=load.version,
+            changed=load.changed,
+            bytes=load.nbytes,
+            milliseconds=round(load.seconds * 1000, 3),
+            message=message,
+        )
+        return JSONResponse(report.model_dump())
+
+    @router.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
+        """Unload an adapter: new requests no longer find it, running ones get time to finish."""
+        await to_thread.run_sync(engine.unload_adapter, body.lora_name, limiter=limiter)
+        message = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+        if not _wants_json(request):
+            return PlainTextResponse(message)
+        return JSONResponse({"lora_name": body.lora_name, "message": message})
+
+    return router
+
+
+def _wants_json(request: Request) -> bool:
+    return "application/json" in request.headers.get("accept", "")

@@ -1,0 +1,102 @@
+"""More work than fits, clients that leave, and a model that fails: the service goes on."""
+
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from tests.support.service import Service, check_error
+from tests.support.tiny_models import reference
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from loadstone.errors import GenerationError
+from loadstone.server.work import Completion
+
+PROMPT = "The lodestone turns"
+LONG = {"model": "tiny", "prompt": PROMPT, "max_tokens": 240, "ignore_eos": True}
+
+
+def test_a_full_queue_says_so_and_empties(service: Service) -> None:
+    statuses: list[int] = []
+
+    def ask() -> None:
+        answer = service.http.post("/v1/completions", json={**LONG, "n": 8})
+        statuses.append(answer.status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(statuses) == [200, 200, 429, 429]
+    assert service.say("tiny", PROMPT)
+
+
+def test_429_has_a_retry_after(service: Service) -> None:
+    jobs = [
+        service.engine.submit(
+            Completion("tiny", ("x",), n=16, max_tokens=200, ignore_eos=True), lambda _: None
+        )
+    ]
+    refused = service.http.post("/v1/completions", json=LONG)
+    check_error(refused, 429)
+    assert refused.headers["retry-after"] == "1"
+    for job in jobs:
+        job.cancel()
+    service.until("idle")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_work(service: Service, root: Path, stream: bool) -> None:
+    service.load("a1", root / "a1")
+    body = {**LONG, "model": "a1", "n": 16, "stream": stream}
+    if stream:
+        with service.http.stream("POST", "/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+            assert service.engine.busy
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            service.http.post("/v1/completions", json=body, timeout=0.1)
+    service.until("idle", seconds=2)
+    # Its lease is gone too: an unload does not have to wait.
+    assert service.unload("a1").status_code == 200
+
+
+def test_leaving_the_engines_own_loop_ends_the_work(service: Service) -> None:
+    for piece in service.engine.complete(Completion("tiny", (PROMPT,), max_tokens=240, ignore_eos=True)):
+        assert piece.index == 0
+        break
+    service.until("idle", seconds=2)
+
+
+def _poison(model: nn.Module, token: int) -> RemovableHandle:
+    def refuse(_: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        if (arguments[0] == token).any():
+            raise RuntimeError("this token\nbreaks the model")
+
+    return model.get_submodule("model.embed_tokens").register_forward_pre_hook(refuse)
+
+
+def test_a_forward_that_fails_ends_one_request_only(
+    service: Service, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle = _poison(service.engine.loaded().decoder.model, 300)
+    try:
+        failed = service.http.post("/v1/completions", json={"model": "tiny", "prompt": [0, 300], "n": 2})
+        message = check_error(failed, 500)
+        assert message == "the answer cannot be finished: RuntimeError: this token breaks the model"
+        with service.http.stream(
+            "POST", "/v1/completions", json={"model": "tiny", "prompt": [0, 300], "stream": True}
+        ) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        assert '"type": "GenerationError"' in lines[0]
+        assert lines[-1] == "data: [DONE]"
+        assert service.say("tiny", "A harbour") == reference(base, "A harbour")
+        with pytest.raises(GenerationError):
+            list(service.engine.complete(Completion("tiny", ((300,),))))
+    finally:
+        handle.remove()
+    assert "this token" in caplog.text
+    assert service.http.get("/ready").status_code == 200
