@@ -1,0 +1,199 @@
+"""Bringing adapters into a pool: one read for all who ask at a time, and failures that can be repaired.
+
+Concurrency: the records belong to the pool, whose lock is the condition given here; it is never held while
+reading. A load reads in the thread that asked; whoever asks for the same name meanwhile waits for it. A load
+that fails leaves what was there before, and the next one starts afresh.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import count
+
+from loadstone.adapters.book import Book, Entry
+from loadstone.adapters.fit import Updates
+from loadstone.adapters.roots import Place, Roots
+from loadstone.adapters.versions import Readable, Version
+from loadstone.errors import (
+    AdapterBusyError,
+    AdapterError,
+    AdapterNotFoundError,
+    LoadstoneError,
+    NotFoundError,
+)
+
+Reader = Callable[[str], Readable]
+"""Reads and checks the adapter at an address."""
+
+_ABSENT_LIMIT = 1024
+"""Most names remembered as not there."""
+
+_uids = count(1)
+
+
+class Loads:
+    """Loads of one pool.
+
+    Parameters
+    ----------
+    book : Book
+        The pool's records.
+    changed : threading.Condition
+        Guards them, and is notified when a load ends.
+    roots : Roots
+        Where adapters may come from.
+    read : callable
+        Reads the adapter at an address.
+    check : callable
+        Checks updates against the model, and returns the bytes that attaching takes beyond the file.
+    free : callable
+        Frees what the records have let go of; called without the lock.
+    absent_seconds : float
+        For how long `ensure` does not try again what failed.
+    """
+
+    def __init__(
+        self,
+        book: Book,
+        changed: threading.Condition,
+        roots: Roots,
+        *,
+        read: Reader,
+        check: Callable[[Updates], int],
+        free: Callable[[], None],
+        absent_seconds: float,
+    ) -> None:
+        self._book = book
+        self._changed = changed
+        self._roots = roots
+        self._read = read
+        self._check = check
+        self._free = free
+        self._absent: OrderedDict[str, tuple[float, Exception]] = OrderedDict()
+        self._absent_seconds = absent_seconds
+
+    def places(self, name: str, location: str | None) -> Sequence[Place]:
+        """Return where to read ``name`` from: ``location``, else its place of before, else the roots."""
+        if location is not None:
+            return self._roots.place(location)
+        with self._changed:
+            entry = self._book.entries.get(name)
+        places = entry.places if entry is not None else self._roots.candidates(name)
+        if not places:
+            raise AdapterNotFoundError(
+                f"no adapter {name!r} in the roots {', '.join(self._roots.names)}; put it there, or give its "
+                "location"
+            )
+        return places
+
+    def load(self, name: str, places: Sequence[Place], *, demand: bool = False) -> None:
+        """Load in this thread, or wait for the same load in another one.
+
+        ``demand`` takes whatever load is running, and leaves no failed record of a name that had none.
+        """
+        mine: Future[None] = Future()
+        while True:
+            with self._changed:
+                self._book.check_open()
+                created = name not in self._book.entries
+                entry = self._book.enter(name, places)
+                if entry.draining:
+                    raise AdapterBusyError(f"adapter {name!r} is being unloaded; load it when that is done")
+                running = entry.loading
+                if running is None:
+                    entry.loading, entry.loading_from = mine, places
+                    break
+                same = demand or entry.loading_from == places
+            error = running.exception()
+            if same and error is not None:
+                raise again(error)
+            if same:
+                return
+        try:
+            self._read_into(entry, places)
+        except BaseException as error:
+            self._fail(entry, error, forget=demand and created)
+            mine.set_exception(again(error))
+            raise
+        mine.set_result(None)
+        self._free()
+
+    def ensure(self, name: str) -> None:
+        """Load an adapter (also by an alias) unless it is ready, or could not be loaded a moment ago."""
+        with self._changed:
+            self._book.check_open()
+            name = self._book.resolve(name)
+            entry = self._book.entries.get(name)
+            if entry is not None and entry.draining:
+                raise AdapterNotFoundError(f"adapter {name!r} is being unloaded; it takes no more requests")
+            if entry is not None and entry.version is not None:
+                return
+            if entry is None or entry.error is None:
+                failed = self._absent.get(name)
+            else:
+                failed = entry.failed_at, entry.error
+            if failed is not None and time.monotonic() - failed[0] < self._absent_seconds:
+                raise again(failed[1])
+        if entry is None and not self._roots.names:
+            raise AdapterNotFoundError(f"no adapter {name!r} is loaded, and there is no root to look in")
+        try:
+            self.load(name, self.places(name, None), demand=True)
+        except (AdapterError, NotFoundError) as error:
+            if not isinstance(error, AdapterBusyError):
+                self._note(name, error)
+            raise
+
+    def _note(self, name: str, error: Exception) -> None:
+        with self._changed:
+            self._absent[name] = time.monotonic(), again(error)
+            self._absent.move_to_end(name)
+            while len(self._absent) > _ABSENT_LIMIT:
+                self._absent.popitem(last=False)
+
+    def _read_into(self, entry: Entry, places: Sequence[Place]) -> None:
+        start = time.perf_counter()
+        place, adapter = self._read_first(entry.name, places)
+        try:
+            fresh = Version(next(_uids), adapter, self._check(adapter.updates))
+            with self._changed:
+                self._book.check_open()
+                version = self._book.version_of(adapter.digest) or fresh
+                self._book.install(entry, version)
+                self._book.touch(entry)
+                entry.places, entry.error, entry.loading = [place], None, None
+                entry.load_seconds = time.perf_counter() - start
+                self._absent.pop(entry.name, None)
+                self._changed.notify_all()
+        except BaseException:
+            adapter.close()
+            raise
+        if version is not fresh:
+            fresh.free()
+
+    def _read_first(self, name: str, places: Sequence[Place]) -> tuple[Place, Readable]:
+        for place in places:
+            try:
+                return place, self._read(place.address)
+            except NotFoundError as error:
+                missing = error
+        raise AdapterNotFoundError(f"adapter {name!r} is not there: {missing}") from missing
+
+    def _fail(self, entry: Entry, error: BaseException, *, forget: bool) -> None:
+        with self._changed:
+            entry.loading = None
+            entry.error, entry.failed_at = again(error), time.monotonic()
+            if forget and self._book.entries.get(entry.name) is entry:
+                self._book.remove(entry)
+            self._changed.notify_all()
+        self._free()
+
+
+def again(error: BaseException) -> Exception:
+    """Return an error to raise in another thread or later: a new one, without the first one's frames."""
+    if isinstance(error, LoadstoneError):
+        return type(error)(*error.args)
+    if isinstance(error, Exception):
+        return AdapterError(f"the adapter could not be loaded: {type(error).__name__}: {error}")
+    return AdapterError("loading the adapter was interrupted; load it again")
