@@ -71,7 +71,14 @@ def redirected(request: Request, target: str, name: str) -> Request:
     TransferError
         It leads out of HTTP, or from an encrypted connection to a plain one.
     """
-    old, new = urlsplit(request.url), urlsplit(urljoin(request.url, target))
+    old = urlsplit(request.url)
+    try:
+        new = urlsplit(urljoin(request.url, target))
+        same = (old.scheme, old.hostname, old.port) == (new.scheme, new.hostname, new.port)
+    except ValueError:
+        raise TransferError(
+            f"{name}: redirected to something that is not a web address; check the URL"
+        ) from None
     if new.scheme not in ("http", "https") or not new.hostname:
         raise TransferError(f"{name}: redirected to something that is not a web address; check the URL")
     if old.scheme == "https" and new.scheme == "http":
@@ -79,7 +86,7 @@ def redirected(request: Request, target: str, name: str) -> Request:
             f"{name}: redirected from https to plain http at {new.hostname}; give that URL if it is meant"
         )
     headers = dict(request.headers)
-    if (old.scheme, old.hostname, old.port) != (new.scheme, new.hostname, new.port):
+    if not same:
         headers = {key: value for key, value in headers.items() if key.lower() in _PUBLIC_HEADERS}
     return Request(new._replace(netloc=new.netloc.rpartition("@")[2], fragment="").geturl(), headers)
 

@@ -106,8 +106,11 @@ class Work:
     def progress(self, nbytes: int) -> None:
         """Count ``nbytes`` that were not there before."""
         self._fresh += nbytes
+        if nbytes > 0:
+            # A store that gives anything is not overloaded: the pauses begin again, the patience does not.
+            self._failures = self._misanswers = 0
         if self._fresh >= MIN_PROGRESS:
-            self._fresh = self._failures = self._misanswers = 0
+            self._fresh = 0
             self._since = time.monotonic()
 
     def begin(self) -> None:

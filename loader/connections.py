@@ -161,6 +161,10 @@ class Link:
         poll.register(sock, select.POLLIN)
         return not poll.poll(0)
 
+    def __del__(self) -> None:
+        # A store that nobody closed lets go quietly, as a checkpoint's memory does.
+        self.connection.close()
+
     def drop(self) -> None:
         """Close it; also wakes a thread that waits on it."""
         sock = self.connection.sock

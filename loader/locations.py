@@ -213,4 +213,4 @@ def _other(scheme: str, rest: str) -> Location:
 def _known(scheme: str) -> bool:
     import fsspec  # noqa: PLC0415  a tenth of a second that only unusual protocols pay
 
-    return scheme in fsspec.available_protocols()
+    return scheme in fsspec.registry or scheme in fsspec.available_protocols()

@@ -180,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, file: BinaryIO, path: str, tag: str, size: int) -> None:
         asked = self.headers.get("Range") if self.headers.get("If-Range", tag) == tag else None
         part = _part(asked, size)
-        if part == (0, 0) and size:
+        if part == (0, 0):
             self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, tag, f"bytes */{size}")
             return
         start, stop = part or (0, size)
@@ -244,7 +244,7 @@ def _matches(header: str, tag: str) -> bool:
 def _part(asked: str | None, size: int) -> tuple[int, int] | None:
     """Return the range to send: ``None`` for all of it, ``(0, 0)`` when nothing of it exists."""
     match = _RANGE.fullmatch((asked or "").strip())
-    if match is None or (match[1] is None and match[2] is None):
+    if not size or match is None or (match[1] is None and match[2] is None):
         return None
     if match[1] is None:
         start, stop = max(0, size - int(match[2])), size

@@ -5,6 +5,7 @@ goes through botocore's own client, never through the code under test.
 """
 
 import contextlib
+import functools
 import json
 import shutil
 import socket
@@ -71,14 +72,7 @@ class Seaweed:
 
     def client(self) -> Any:
         """Return botocore's own client for it."""
-        return botocore.session.Session().create_client(
-            "s3",
-            region_name="us-east-1",
-            endpoint_url=self.endpoint,
-            aws_access_key_id=ACCESS_KEY,
-            aws_secret_access_key=SECRET_KEY,
-            config=botocore.config.Config(s3={"addressing_style": "path"}, signature_version="s3v4"),
-        )
+        return _client(self.endpoint)
 
     def put(self, key: str, data: bytes, bucket: str = BUCKET) -> str:
         """Store ``data``; returns its ETag."""
@@ -91,6 +85,18 @@ class Seaweed:
             if path.is_file():
                 with path.open("rb") as file:
                     client.put_object(Bucket=bucket, Key=f"{prefix}/{path.name}", Body=file)
+
+
+@functools.cache
+def _client(endpoint: str) -> Any:
+    return botocore.session.Session().create_client(
+        "s3",
+        region_name="us-east-1",
+        endpoint_url=endpoint,
+        aws_access_key_id=ACCESS_KEY,
+        aws_secret_access_key=SECRET_KEY,
+        config=botocore.config.Config(s3={"addressing_style": "path"}, signature_version="s3v4"),
+    )
 
 
 @contextlib.contextmanager
