@@ -154,8 +154,8 @@ def header_length(first: bytes, file_size: int, where: str) -> int:
         if _PREFIX + length <= file_size:
             return length
         raise TruncatedError(
-            f"{where}: truncated: {file_size} bytes are there, {_PREFIX + length} are expected for its header; "
-            "fetch the file again"
+            f"{where}: truncated: {file_size} bytes are there, {_PREFIX + length} are expected for the "
+            "header alone; fetch the file again"
         )
     what = sniff(first)
     if what is not None:
@@ -214,7 +214,7 @@ def parse_header(data: bytes | memoryview, file_size: int, file: str, where: str
     stop = _PREFIX + length
     if len(data) < stop:
         raise TruncatedError(
-            f"{where}: truncated: {len(data)} bytes were read, {stop} are expected for its header; fetch it again"
+            f"{where}: truncated: {len(data)} bytes were read, its header has {stop}; fetch the file again"
         )
     try:
         text = str(data[_PREFIX:stop], "utf-8")

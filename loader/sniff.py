@@ -66,8 +66,8 @@ def _zip(first: bytes) -> str:
 
 
 def _text(first: bytes) -> str | None:
-    if b"\0" in first[:8]:
-        return None
+    if len(first) < 8 or b"\0" in first[:8]:
+        return None  # too short to tell, or the length of a header
     text = first.decode("utf-8", "replace").strip("\ufeff \t\r\n")
     head = text[:200].lower()
     if head.startswith(("<!doctype html", "<html")) or (head.startswith("<") and "<html" in head):
@@ -83,7 +83,7 @@ def _text(first: bytes) -> str | None:
         return f"JSON text{_json_error(text)}, perhaps a server's error answer, not weights; fetch it again"
     if _LINK.fullmatch(text):
         return "a link of a Hugging Face cache that was copied as text; copy the folder with its links"
-    if text and text.isprintable() and len(text) < _LONGEST_ANSWER:
+    if text.isprintable() and "\ufffd" not in text and len(text) < _LONGEST_ANSWER:
         return f"the text {shorten(text)!r}, perhaps a server's error answer, not weights; fetch it again"
     return None
 
