@@ -10,7 +10,13 @@ from itertools import count
 
 from loadstone.adapters.roots import Place
 from loadstone.adapters.versions import AdapterStatus, State, Version
-from loadstone.errors import AdapterBusyError, AdapterError, AdapterNotFoundError, ClosedError
+from loadstone.errors import (
+    AdapterBusyError,
+    AdapterError,
+    AdapterLoadedError,
+    AdapterNotFoundError,
+    ClosedError,
+)
 
 _SHOWN_HOLDERS = 5
 
@@ -26,13 +32,14 @@ class Entry:
         What a lease gets now.
     loading : Future or None
         Done when the load that runs has ended.
-    loading_from : sequence of Place
-        What that load reads.
+    asked : object
+        What that load was asked for; the same again may wait for it.
     holders : dict
         Labels of its leases, of all versions.
     """
 
     __slots__ = (
+        "asked",
         "digest",
         "draining",
         "error",
@@ -41,7 +48,6 @@ class Entry:
         "last_use",
         "load_seconds",
         "loading",
-        "loading_from",
         "name",
         "pinned",
         "places",
@@ -56,7 +62,7 @@ class Entry:
         self.version: Version | None = None
         self.digest = ""
         self.loading: Future[None] | None = None
-        self.loading_from: Sequence[Place] = ()
+        self.asked: object = None
         self.error: Exception | None = None
         self.failed_at = 0.0
         self.draining = False
@@ -153,10 +159,15 @@ class Book:
         """Return the mapped version with that content."""
         return self._versions.get(digest)
 
-    def install(self, entry: Entry, version: Version) -> None:
+    def install(self, entry: Entry, version: Version, *, replace: bool) -> None:
         """Make ``version`` what new leases of ``entry`` get, in one step."""
         if entry.version is version:
             return
+        if not replace and entry.digest not in ("", version.digest):
+            raise AdapterLoadedError(
+                f"adapter {entry.name!r} is loaded with other content, from {entry.places[0].text}; unload it "
+                "first, or ask for it to be replaced"
+            )
         if version.uid not in self._alive:
             self._make_room(version.nbytes)
             self._alive[version.uid] = version

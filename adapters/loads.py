@@ -19,6 +19,7 @@ from loadstone.adapters.versions import Readable, Version
 from loadstone.errors import (
     AdapterBusyError,
     AdapterError,
+    AdapterLoadedError,
     AdapterNotFoundError,
     LoadstoneError,
     NotFoundError,
@@ -88,11 +89,13 @@ class Loads:
             )
         return places
 
-    def load(self, name: str, places: Sequence[Place], *, demand: bool = False) -> None:
+    def load(self, name: str, places: Sequence[Place], *, demand: bool = False, replace: bool = True) -> None:
         """Load in this thread, or wait for the same load in another one.
 
         ``demand`` takes whatever load is running, and leaves no failed record of a name that had none.
+        Without ``replace``, other content than the name has now is refused.
         """
+        asked = (tuple(places), replace)
         mine: Future[None] = Future()
         while True:
             with self._changed:
@@ -103,16 +106,16 @@ class Loads:
                     raise AdapterBusyError(f"adapter {name!r} is being unloaded; load it when that is done")
                 running = entry.loading
                 if running is None:
-                    entry.loading, entry.loading_from = mine, places
+                    entry.loading, entry.asked = mine, asked
                     break
-                same = demand or entry.loading_from == places
+                same = demand or entry.asked == asked
             error = running.exception()
             if same and error is not None:
                 raise again(error)
             if same:
                 return
         try:
-            self._read_into(entry, places)
+            self._read_into(entry, places, replace=replace)
         except BaseException as error:
             self._fail(entry, error, forget=demand and created)
             mine.set_exception(again(error))
@@ -152,13 +155,15 @@ class Loads:
             while len(self._absent) > _ABSENT_LIMIT:
                 self._absent.popitem(last=False)
 
-    def _read_into(self, entry: Entry, places: Sequence[Place]) -> None:
+    def _read_into(self, entry: Entry, places: Sequence[Place], *, replace: bool) -> None:
         start = time.perf_counter()
         place, adapter = self._read_first(entry.name, places)
         try:
             fresh = Version(next(_uids), adapter, self._check(adapter.updates))
             with self._changed:
                 self._book.check_open()
+                if not replace:
+                    _check_same(entry, adapter.digest)
                 version = self._book.version_of(adapter.digest) or fresh
                 self._book.install(entry, version)
                 self._book.touch(entry)
@@ -183,11 +188,20 @@ class Loads:
     def _fail(self, entry: Entry, error: BaseException, *, forget: bool) -> None:
         with self._changed:
             entry.loading = None
-            entry.error, entry.failed_at = again(error), time.monotonic()
+            if not isinstance(error, AdapterLoadedError):
+                entry.error, entry.failed_at = again(error), time.monotonic()
             if forget and self._book.entries.get(entry.name) is entry:
                 self._book.remove(entry)
             self._changed.notify_all()
         self._free()
+
+
+def _check_same(entry: Entry, digest: str) -> None:
+    if entry.digest not in {"", digest}:
+        raise AdapterLoadedError(
+            f"adapter {entry.name!r} is loaded with other content, from {entry.places[0].text}; unload it first, "
+            "or ask for it to be replaced"
+        )
 
 
 def again(error: BaseException) -> Exception:

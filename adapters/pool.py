@@ -95,7 +95,7 @@ class AdapterPool:
 
     # Loading
 
-    def load(self, name: str, location: str | None = None) -> AdapterStatus:
+    def load(self, name: str, location: str | None = None, *, replace: bool = True) -> AdapterStatus:
         """Read an adapter, or read it again: new leases get what is read now.
 
         Parameters
@@ -105,6 +105,8 @@ class AdapterPool:
         location : str, optional
             Where it lies, inside a root. By default where it was read from last, else the roots are searched
             for a folder of that name.
+        replace : bool
+            Take the place of another content that is loaded under this name.
 
         Returns
         -------
@@ -114,10 +116,11 @@ class AdapterPool:
         Raises
         ------
         LoadstoneError
-            It cannot be used. A version that was ready before stays so.
+            It cannot be used, or would replace what it must not (`AdapterLoadedError`). A version that was
+            ready before stays so.
         """
         name = check_name(name)
-        self._loads.load(name, self._loads.places(name, location))
+        self._loads.load(name, self._loads.places(name, location), replace=replace)
         return self.status(name)
 
     def register(self, name: str, location: str | None = None) -> AdapterStatus:

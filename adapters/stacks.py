@@ -3,7 +3,8 @@
 A `Stack` serves any batch whose adapters are all in it: when a request ends its rows simply stop being asked
 for, and a newcomer is appended, so that only the newcomer's bytes are copied. Buckets keep one exact rank
 each, so nothing is padded: a row's result is the plain product's, but for rounding where torch has another
-kernel for a batch of tiny matrices (seen below a width of 64, one unit in the last place). Members are never moved or overwritten, which keeps every arrangement made earlier valid.
+kernel for a batch of tiny matrices (seen below a width of 64: one unit in the last place). Members are never
+moved or overwritten, which keeps every arrangement made earlier valid.
 
 Owned by whoever holds the pool's forward lock; nothing here takes a lock.
 """
