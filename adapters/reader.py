@@ -23,6 +23,7 @@ from loadstone.errors import (
     AdapterBaseError,
     AdapterFormatError,
     FormatError,
+    LoadstoneError,
     LoadstoneWarning,
     LocationError,
     NotFoundError,
@@ -127,6 +128,9 @@ def _read(
     source: Source, name: str, file: str | None, base: Checkpoint | None, options: Options, *, owns_base: bool
 ) -> Adapter:
     if file not in (None, WEIGHTS_NAME, CONFIG_NAME):
+        found = source.open([file])[file]
+        if isinstance(found, LoadstoneError):
+            raise found
         raise LocationError(f"{name} is a file called {file!r}; give the folder that holds {WEIGHTS_NAME}")
     where = source.name
     text = opening.read_small(source, CONFIG_NAME)

@@ -23,6 +23,7 @@ LoadstoneError
 │   ├── AdapterUnsupportedError           it asks for something loadstone does not apply
 │   ├── AdapterBaseError                  it was made for another base
 │   ├── AdapterNotFoundError (KeyError)   no adapter of that name
+│   ├── AdapterLoadedError                another content is loaded under that name
 │   └── AdapterBusyError                  it is still in use, or the budget is full of adapters in use
 ├── RequestError (ValueError)             a request to the service is not valid
 │   ├── RequestTooLargeError              its body is over the limit
@@ -140,6 +141,10 @@ class AdapterBaseError(AdapterError):
 
 class AdapterNotFoundError(AdapterError, KeyError):
     """No adapter of that name is known."""
+
+
+class AdapterLoadedError(AdapterError):
+    """Another content is loaded under that name, and replacing it was not asked for."""
 
 
 class AdapterBusyError(AdapterError):
