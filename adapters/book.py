@@ -165,7 +165,7 @@ class Book:
             return
         if not replace and entry.digest not in ("", version.digest):
             raise AdapterLoadedError(
-                f"adapter {entry.name!r} is loaded with other content, from {entry.places[0].text}; unload it "
+                f"adapter {entry.name!r} has other content already, from {entry.places[0].text}; unload it "
                 "first, or ask for it to be replaced"
             )
         if version.uid not in self._alive:

@@ -162,10 +162,8 @@ class Loads:
             fresh = Version(next(_uids), adapter, self._check(adapter.updates))
             with self._changed:
                 self._book.check_open()
-                if not replace:
-                    _check_same(entry, adapter.digest)
                 version = self._book.version_of(adapter.digest) or fresh
-                self._book.install(entry, version)
+                self._book.install(entry, version, replace=replace)
                 self._book.touch(entry)
                 entry.places, entry.error, entry.loading = [place], None, None
                 entry.load_seconds = time.perf_counter() - start
@@ -194,14 +192,6 @@ class Loads:
                 self._book.remove(entry)
             self._changed.notify_all()
         self._free()
-
-
-def _check_same(entry: Entry, digest: str) -> None:
-    if entry.digest not in {"", digest}:
-        raise AdapterLoadedError(
-            f"adapter {entry.name!r} is loaded with other content, from {entry.places[0].text}; unload it first, "
-            "or ask for it to be replaced"
-        )
 
 
 def again(error: BaseException) -> Exception:
