@@ -46,6 +46,7 @@ _REFUSED = {
     "use_qalora": "QALoRA pools the input of quantised layers",
     "velora_config": "VeLoRA stores tensors of its own",
 }
+_LONGEST = 1024 * 1024  # bytes; one with a rank for each of 10,000 modules has a third of that
 _LARGEST = 1e30  # far above any scale in use; whole numbers of any length compare with it
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _INITIALISES_ONLY = ("gaussian", "eva", "orthogonal", "mica")
@@ -185,6 +186,8 @@ def _load(text: bytes | str, where: str) -> dict[str, Any]:
     def no_constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")
 
+    if len(text) > _LONGEST:
+        raise AdapterFormatError(f"{where}: it has {len(text)} bytes, a config has at most {_LONGEST}")
     try:
         document = json.loads(text, object_pairs_hook=unique, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:

@@ -29,6 +29,7 @@ _LORA: dict[str, Kind] = {
     "trainable_tokens_delta": "token_rows",
     "token_adapter.trainable_tokens_delta": "token_rows",
 }
+_LONGEST = 1000  # patterns of the config are matched against names, at quadratic cost
 _USUAL_A = ".lora_A.weight"
 _USUAL: dict[str, Kind] = {_USUAL_A: "A", ".lora_B.weight": "B"}
 """Nearly every key ends in one of these, and needs no closer look."""
@@ -107,6 +108,10 @@ def parse_keys(texts: Iterable[str], where: str) -> list[Key]:
     seen: dict[tuple[object, ...], str] = {}
     keys = []
     for text in texts:
+        if len(text) > _LONGEST:
+            raise AdapterFormatError(
+                f"{where}: the key {text[:60]!r}... has {len(text)} characters, the most is {_LONGEST}"
+            )
         key = parse_key(text, where)
         twin = seen.setdefault((key.kind, key.module, key.name, key.depth), text)
         if twin is not text:

@@ -76,9 +76,7 @@ def match_table(queries: Sequence[Query], names: Sequence[str], where: str) -> l
     deadline = time.monotonic() + TIME_LIMIT
     for query in queries:
         if query not in answers:
-            answers[query] = _here(query, names, where)
-            if time.monotonic() > deadline:
-                raise _too_slow(where)
+            answers[query] = _here(query, names, where, deadline)
     return [answers[query] for query in queries]
 
 
@@ -96,11 +94,17 @@ def _compile(pattern: str, where: str) -> re.Pattern[str]:
         raise AdapterFormatError(f"{where}: {pattern!r} is not a regular expression: {error}") from None
 
 
-def _here(query: Query, names: Sequence[str], where: str) -> dict[str, str]:
+def _here(query: Query, names: Sequence[str], where: str, deadline: float) -> dict[str, str]:
     rule = _compile(query.pattern, where)
     attempt = rule.fullmatch if query.full else rule.match
-    matches = {name: attempt(name) for name in names}
-    return {name: match.groupdict().get("idx") or "" for name, match in matches.items() if match}
+    found = {}
+    for name in names:
+        match = attempt(name)
+        if match is not None:
+            found[name] = match.groupdict().get("idx") or ""
+        if time.monotonic() > deadline:
+            raise _too_slow(where)
+    return found
 
 
 def _in_child(queries: Sequence[Query], names: Sequence[str], where: str) -> list[dict[str, str]]:
@@ -207,8 +211,13 @@ def _first_match(keys: Iterable[str], places: range, table: _Table) -> dict[str,
     return found
 
 
-def _ends_with(name: str, endings: Iterable[str]) -> bool:
-    return any(name == ending or name.endswith("." + ending) for ending in endings)
+def _ends_with(name: str, endings: frozenset[str]) -> bool:
+    """Say whether ``name`` is one of ``endings``, or ends in a dot and one of them."""
+    while name not in endings:
+        _, dot, name = name.partition(".")
+        if not dot:
+            return False
+    return True
 
 
 def _exclusion(config: AdapterConfig, plan: _Plan) -> _Rule:
@@ -217,7 +226,7 @@ def _exclusion(config: AdapterConfig, plan: _Plan) -> _Rule:
     if isinstance(exclude, str) and exclude:
         (place,) = plan.add([Query(exclude, full=True)])
         return lambda name, table: name in table[place] or any(name in table[i] for i in saved)
-    endings = exclude or ()
+    endings = frozenset(exclude or ())
     return lambda name, table: _ends_with(name, endings) or any(name in table[i] for i in saved)
 
 
@@ -231,9 +240,9 @@ def _choice(config: AdapterConfig, plan: _Plan) -> _Rule:
             return lambda _name, _table: True
         (place,) = plan.add([Query(target, full=True)])
         return lambda name, table: name in table[place]
-    listed, endings = frozenset(target), tuple(target)
+    listed = frozenset(target)
     if config.layers is None:
-        return lambda name, _table: name in listed or _ends_with(name, endings)
+        return lambda name, _table: _ends_with(name, listed)
     layers = frozenset(config.layers)
     named = [Query(rf"(?:^|.*?\.){p}\.(?P<idx>\d+)\.", given=p) for p in config.layers_pattern]
     places = plan.add(named or [Query(r".*?\.[^.]*\.(?P<idx>\d+)\.", given="")])
@@ -242,6 +251,6 @@ def _choice(config: AdapterConfig, plan: _Plan) -> _Rule:
         if name in listed:
             return True
         found = next((table[i][name] for i in places if name in table[i]), "")
-        return _ends_with(name, endings) and found != "" and int(found) in layers
+        return _ends_with(name, listed) and found != "" and int(found) in layers
 
     return in_layers

@@ -39,6 +39,8 @@ from loadstone.settings import Settings
 FINGERPRINT_KEY = "loadstone.base_fingerprint"
 """In an adapter file's metadata: the structural fingerprint of the base that it was made for."""
 
+_PICKLE = "adapter_model.bin"
+
 Location = str | os.PathLike[str]
 
 
@@ -133,11 +135,12 @@ def _read(
             raise found
         raise LocationError(f"{name} is a file called {file!r}; give the folder that holds {WEIGHTS_NAME}")
     where = source.name
+    opened = source.open([CONFIG_NAME, WEIGHTS_NAME])  # side by side: one round trip
     text = opening.read_small(source, CONFIG_NAME)
     if text is None:
         raise _missing(source, CONFIG_NAME, "without it the scale of the update is unknown")
     config = parse_config(text, f"{where}/{CONFIG_NAME}")
-    blob = source.open([WEIGHTS_NAME])[WEIGHTS_NAME]
+    blob = opened[WEIGHTS_NAME]
     if isinstance(blob, NotFoundError):
         raise _missing(source, WEIGHTS_NAME, "no other file is read instead")
     if isinstance(blob, Exception):
@@ -179,6 +182,8 @@ def _views(checkpoint: Checkpoint, blob: Blob, infos: Mapping[str, TensorInfo]) 
 def _missing(source: Source, wanted: str, why: str) -> NotFoundError:
     """Describe what is there instead of a file that is not."""
     names = source.names()
+    if names is None and not isinstance(source.open([_PICKLE])[_PICKLE], Exception):
+        names = (_PICKLE,)
     pickles = [name for name in names or () if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if wanted == WEIGHTS_NAME and pickles:
         return NotFoundError(

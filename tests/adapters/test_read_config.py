@@ -129,6 +129,11 @@ def test_what_is_not_json_is_refused(document: str | bytes) -> None:
         parse_config(document, "here")
 
 
+def test_an_absurdly_long_config_is_refused() -> None:
+    with pytest.raises(AdapterFormatError, match="bytes"):
+        parse_config(text(target_modules=["a" * 1_100_000]), "here")
+
+
 def test_tokens_and_a_module_to_save_do_not_share_a_module() -> None:
     with pytest.raises(AdapterFormatError, match="embed_tokens"):
         parse_config(

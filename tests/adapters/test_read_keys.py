@@ -73,5 +73,10 @@ def test_two_spellings_of_one_tensor_are_refused() -> None:
         parse_keys(["a.q.lora_A.weight", "base_model.model.a.q.lora_A.default.weight"], "here")
 
 
+def test_an_absurdly_long_key_is_refused() -> None:
+    with pytest.raises(AdapterFormatError, match="characters"):
+        parse_keys(["a" * 1001], "here")
+
+
 def test_keys_keep_their_text() -> None:
     assert parse_keys(["a.q.lora_A.weight"], "here") == [Key("a.q.lora_A.weight", "A", "a.q")]
