@@ -145,7 +145,7 @@ class StoredBlob:
             return bool(runs)
         try:
             fd = place.open_map()
-        except GoneError:
+        except (OSError, GoneError):
             return True
         try:
             taken = (conflict(fd, place.map_at + run[0], run[1] - run[0]) for run in runs)

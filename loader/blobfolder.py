@@ -120,7 +120,7 @@ def trusted(folder: Path, expected: Meta, host: Host) -> bool:
     if sizes != (meta.size, block_count(meta.size)):
         return False
     same_boot = meta.boot == host.boot != ""
-    return same_boot or (is_sealed(folder) and meta.machine == host.machine)
+    return same_boot or (is_sealed(folder) and meta.machine == host.machine != "")
 
 
 def is_sealed(folder: Path) -> bool:

@@ -6,7 +6,7 @@ Ownership: ``_lock`` guards the table; it is renewed in forked children, whose s
 import os
 import resource
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from loadstone.loader.prefetch import Fetcher
@@ -28,8 +28,11 @@ _shared: dict[Settings, _Shared] = {}
 
 def acquire(settings: Settings) -> Fetcher:
     """Return the fetcher for ``settings``; to be given back with `release`."""
+    own = replace(settings, cache_dir="none", cache_bytes=0)  # several caches share one fetcher
     with _lock:
-        entry = _shared.setdefault(settings, _Shared(Fetcher(settings, connection_limit(settings)), 0))
+        entry = _shared.get(own)
+        if entry is None:
+            entry = _shared[own] = _Shared(Fetcher(own, connection_limit(own)), 0)
         entry.users += 1
         return entry.fetcher
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from loadstone.loader.forks import renew_in_child
 from loadstone.loader.locks import close_own, conflict, open_own, pauses, try_lock, unlock
+from loadstone.loader.ranges import ByteRange
 
 _SPAN = 1 << 22  # more than any process id
 _DEMAND = 1 << 62
@@ -72,12 +73,17 @@ class Leases:
         """Return the ids of the processes that use the blob ``key``."""
         fd = self._open()
         try:
-            found, start, stop = [], _base(key), _base(key) + _SPAN
-            while start < stop and (lock := conflict(fd, start, stop - start)) is not None:
-                if lock.nbytes == 1:
-                    found.append(lock.start - _base(key))
-                start = lock.stop
-            return found
+            found: list[int] = []
+            ranges = [ByteRange(_base(key), _base(key) + _SPAN)]
+            while ranges:
+                asked = ranges.pop()
+                # The kernel names any one lock, not the first: what lies on both sides of it is left to ask.
+                lock = conflict(fd, asked.start, asked.nbytes) if asked.nbytes else None
+                if lock is not None:
+                    ranges += [ByteRange(asked.start, lock.start), ByteRange(lock.stop, asked.stop)]
+                    if lock.nbytes == 1:
+                        found.append(lock.start - _base(key))
+            return sorted(found)
         finally:
             close_own(fd)
 
@@ -115,7 +121,8 @@ class Leases:
         deadline = time.monotonic() + seconds
         for pause in pauses():
             with self._lock:
-                if base in self._counts or try_lock(self._description(), base + os.getpid(), 1, shared=True):
+                fd = self._description()
+                if base in self._counts or try_lock(fd, base + os.getpid(), 1, shared=True):
                     self._counts[base] = self._counts.get(base, 0) + 1
                     return True
             if time.monotonic() >= deadline:

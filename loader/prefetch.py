@@ -13,6 +13,7 @@ threads are daemons that start when there is work and end when there has been no
 child starts without jobs or threads; prefetches begun by its parent count as ended there.
 """
 
+import errno
 import threading
 import time
 from collections import deque
@@ -32,6 +33,7 @@ from loadstone.settings import Settings
 _IDLE_SECONDS = 5.0
 _LOOK_SECONDS = 0.02
 _EVICTIONS = 3
+_PATIENCE = 250  # looks at whether descriptors are free again
 
 
 class Fetcher:
@@ -296,13 +298,25 @@ class Fetcher:
             self._end_if_done(batch)
             self._staff()
 
+    def _claim(self, piece: Piece) -> Claim | None:
+        """Claim blocks of ``piece``, with some patience when descriptors run out."""
+        private = isinstance(piece.job, Demand) and piece.job.private
+        for attempt in range(_PATIENCE):
+            try:
+                return piece.blob.stored.claim(piece.span, private=private)
+            except OSError as error:
+                if error.errno not in {errno.EMFILE, errno.ENFILE} or attempt == _PATIENCE - 1:
+                    raise
+                self.slow_down()
+                time.sleep(_LOOK_SECONDS)
+        return None
+
     def _bring(self, piece: Piece) -> bool:
         """Fetch what is missing of ``piece``; ``False`` when others are filling some of it."""
         blob = piece.blob
         stored = blob.stored
         evictions = 0
-        private = isinstance(piece.job, Demand) and piece.job.private
-        while (claim := stored.claim(piece.span, private=private)) is not None:
+        while (claim := self._claim(piece)) is not None:
             try:
                 gate = StreamGate(self, piece, claim)
                 gate.admit(0)

@@ -44,7 +44,7 @@ class RemoteBlob:
         self._object = obj
         self._version = version
         self.stored = stored
-        self._closed = False
+        self.closed = False
 
     @property
     def name(self) -> str:
@@ -93,12 +93,12 @@ class RemoteBlob:
 
     def closing(self) -> None:
         """End what is going on with it, without waiting for that."""
-        self._closed = True
+        self.closed = True
         self.stored.nudge()
 
     def check_open(self) -> None:
         """Raise when it was closed."""
-        if self._closed:
+        if self.closed:
             raise ClosedError(f"{self.name} was closed; open the checkpoint again")
 
     # What the fetcher asks (see `jobs.Fillable`).
@@ -168,7 +168,7 @@ class RemoteSource:
         with self._opening:
             self._check_open()
             with self._lock:
-                new = deque(dict.fromkeys(name for name in names if name not in self._blobs))
+                new = deque(dict.fromkeys(name for name in names if not self._is_open(name)))
             found: dict[str, Blob | LoadstoneError] = {}
             helpers = [
                 threading.Thread(
@@ -185,7 +185,7 @@ class RemoteSource:
                 self._blobs.update(
                     {name: blob for name, blob in found.items() if isinstance(blob, RemoteBlob)}
                 )
-                return {name: self._blobs.get(name) or found[name] for name in names}
+                return {name: found.get(name) or self._blobs[name] for name in names}
 
     def prefetch(self, spans: Sequence[Span]) -> PrefetchHandle:
         """Start to bring ``spans`` here, in their order, in the background."""
@@ -222,6 +222,10 @@ class RemoteSource:
         """Forget who held the locks."""
         self._lock = threading.Lock()
         self._opening = threading.Lock()
+
+    def _is_open(self, name: str) -> bool:
+        blob = self._blobs.get(name)
+        return blob is not None and not blob.closed
 
     def _check_open(self) -> None:
         if self._closed:

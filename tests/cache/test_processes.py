@@ -1,0 +1,91 @@
+"""Several real processes and one cache folder, over a real web server that counts what it sends."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.cache_worker import audit
+
+from loadstone.fileserver import FileServer, Hook
+from loadstone.loader.ranges import BLOCK
+
+ROOT = Path(__file__).parents[2]
+KILLS = int(os.environ.get("LOADSTONE_TEST_KILLS", "25"))
+
+
+class Counting(Hook):
+    """Counts sent bytes by file, and slows them down."""
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+        self.pause = 0.0
+        self._lock = threading.Lock()
+
+    def sending(self, path: str, offset: int, nbytes: int) -> None:
+        with self._lock:
+            self.sent[path.strip("/")] += nbytes
+        time.sleep(self.pause)
+
+
+class Served:
+    def __init__(self, folder: Path, sizes: dict[str, int]) -> None:
+        self.folder = folder
+        self.hook = Counting()
+        folder.mkdir()
+        for number, (name, size) in enumerate(sizes.items()):
+            (folder / name).write_bytes(random.Random(number).randbytes(size))
+        self.server = FileServer(folder, hook=self.hook)
+
+    def start(self, mode: str, cache: Path, *numbers: int) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "tests.support.cache_worker", mode, self.server.url]
+        return subprocess.Popen(
+            [*command, str(self.folder), str(cache), *map(str, numbers)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, mode: str, cache: Path, *numbers: int) -> None:
+        process = self.start(mode, cache, *numbers)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    sizes = {f"adapter-{number}": 3 * BLOCK + number for number in range(8)}
+    made = Served(tmp_path / "served", {"base": 60 * BLOCK + 1000, **sizes})
+    yield made
+    made.server.close()
+
+
+def test_four_processes_move_each_byte_once(served: Served, tmp_path: Path) -> None:
+    served.hook.pause = 0.002
+    processes = [served.start("read", tmp_path / "cache", seed) for seed in range(4)]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0, 0], outputs
+    assert audit(tmp_path / "cache", served.folder) == []
+    assert served.hook.sent == {path.name: path.stat().st_size for path in served.folder.iterdir()}
+
+
+def test_readers_outlive_a_fetching_process_killed_at_any_moment(served: Served, tmp_path: Path) -> None:
+    served.hook.pause = 0.001
+    served.run("kill", tmp_path / "cache", KILLS, 1)
+
+
+def test_a_stopped_holder_does_not_stop_others(served: Served, tmp_path: Path) -> None:
+    served.hook.pause = 0.01
+    served.run("stop", tmp_path / "cache")
+
+
+def test_a_fork_while_bytes_arrive(served: Served, tmp_path: Path) -> None:
+    served.hook.pause = 0.005
+    served.run("fork", tmp_path / "cache")
