@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from loadstone.errors import FormatError, LoadstoneError, NotFoundError
-from loadstone.loader.naming import quote
+from loadstone.loader.naming import enumerate_names, quote
 
 STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model")
 """How libraries call the weights of a folder, most usual first."""
@@ -31,6 +31,7 @@ _FOREIGN = (
     (".npz", "NumPy"),
 )
 _LISTED = 8
+_MOST_SHARDS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ def parse_name(name: str) -> WeightFile | None:
         return None
     body = name[: -len(SUFFIX)]
     numbered = _NUMBERED.fullmatch(body)
+    if numbered and int(numbered["count"]) > _MOST_SHARDS:
+        numbered = None
     stem, variant = (numbered["stem"], numbered["variant"]) if numbered else (body, None)
     with_variant = _VARIANT.fullmatch(stem)
     if with_variant and variant is None:
@@ -79,6 +82,11 @@ def index_names(stem: str, variant: str | None) -> tuple[str, ...]:
     if variant is None:
         return (f"{stem}{INDEX_SUFFIX}",)
     return (f"{stem}{SUFFIX}.index.{variant}.json", f"{stem}.{variant}{INDEX_SUFFIX}")
+
+
+def is_variant_index(name: str) -> bool:
+    """Say whether a name is that of an index of a variant, ``model.fp16.safetensors.index.json``."""
+    return name.endswith(INDEX_SUFFIX) and _VARIANT.fullmatch(name[: -len(INDEX_SUFFIX)]) is not None
 
 
 def is_pickle(name: str) -> bool:
@@ -128,26 +136,22 @@ def no_weights(names: Sequence[str], variant: str | None, where: str) -> Loadsto
     pickles = [name for name in names if is_pickle(name)]
     if pickles:
         return FormatError(
-            f"{where}: only pickle files ({_some(pickles)}), which can run code when loaded and are never "
-            "opened; convert them, with `torch.load(file, weights_only=True)` and "
+            f"{where}: only pickle files ({enumerate_names(pickles, _LISTED)}), which can run code when loaded "
+            "and are never opened; convert them, with `torch.load(file, weights_only=True)` and "
             "`safetensors.torch.save_file`, or take a .safetensors revision instead of .bin"
         )
     for suffix, what in _FOREIGN:
         found = [name for name in names if name.lower().endswith(suffix)]
         if found:
             return FormatError(
-                f"{where}: only {what} files ({_some(found)}), which are not read; convert to safetensors"
+                f"{where}: only {what} files ({enumerate_names(found, _LISTED)}), which are not read; "
+                "convert them to safetensors"
             )
     if "model_index.json" in names:
         return NotFoundError(
             f"{where}: a diffusers pipeline; open the folder of one of its parts, such as its `unet`"
         )
-    found_here = f"found {_some(names)}" if names else "there is nothing in it"
+    found_here = f"found {enumerate_names(names, _LISTED)}" if names else "there is nothing in it"
     return NotFoundError(
         f"{where}: no {SUFFIX} file, {found_here}; give the folder that holds the weights, or a file"
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(quote(name) for name in names[:_LISTED])
-    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"

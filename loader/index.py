@@ -30,6 +30,7 @@ from loadstone.loader.filenames import (
     STEMS,
     WeightFile,
     index_names,
+    is_variant_index,
     missing_parts,
     no_weights,
     parse_name,
@@ -37,7 +38,7 @@ from loadstone.loader.filenames import (
     why_missing,
 )
 from loadstone.loader.header import Header, TensorInfo
-from loadstone.loader.naming import quote
+from loadstone.loader.naming import enumerate_names, quote
 from loadstone.loader.tying import tied
 from loadstone.loader.weightmap import parse_index
 
@@ -45,6 +46,9 @@ __all__ = ["Layout", "choose_layout", "join", "tied"]
 
 Read = Callable[[str], bytes | None]
 """Gives the content of a small file of the folder, ``None`` when there is no such file."""
+
+_LISTED = 200
+"""Most names in one message: every missing shard of any real checkpoint, but not of a hostile one."""
 
 _VARIANT = re.compile(r"[\w-]+", re.ASCII)
 
@@ -106,13 +110,19 @@ def choose_layout(names: Sequence[str] | None, read: Read, variant: str | None, 
         )
     if names is None:
         return _unlisted(read, variant, where)
+    other_index = _other_index(names, where) if variant is None else None
     for stem in STEMS:
-        layout = _by_stem(stem, names, read, variant, where)
+        layout = _by_stem(stem, names, read, variant, where) or (
+            None if other_index else _numbered(stem, names, variant, where)
+        )
         if layout is not None:
             return layout
+    if other_index:
+        return _indexed(other_index, _read_index(other_index, read, where), names, variant, where)
     return (
-        _others(names, read, variant, where)
+        _others(names, variant, where)
         or _by_stem(CONSOLIDATED, names, read, variant, where)
+        or _numbered(CONSOLIDATED, names, variant, where)
         or _refuse(names, variant, where)
     )
 
@@ -132,21 +142,30 @@ def _by_stem(stem: str, names: Sequence[str], read: Read, variant: str | None, w
     single = weights_name(stem, variant)
     if single in names:
         return Layout((single,), warnings=_left_alone((single,), names, variant, where))
+    return None
+
+
+def _numbered(stem: str, names: Sequence[str], variant: str | None, where: str) -> Layout | None:
     parts = [file for file in _weights(names, variant) if file.stem == stem and file.part is not None]
     return _together(parts, names, variant, where) if parts else None
 
 
-def _others(names: Sequence[str], read: Read, variant: str | None, where: str) -> Layout | None:
-    if variant is None:
-        known = {name for stem in (*STEMS, CONSOLIDATED) for name in index_names(stem, None)}
-        indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX) and name not in known)
-        if len(indexes) > 1:
-            raise IndexFileError(
-                f"{where}: {len(indexes)} indexes, {', '.join(map(quote, indexes))}, expected one; "
-                "keep only the one that is meant"
-            )
-        if indexes:
-            return _indexed(indexes[0], _read_index(indexes[0], read, where), names, variant, where)
+def _other_index(names: Sequence[str], where: str) -> str | None:
+    known = {name for stem in (*STEMS, CONSOLIDATED) for name in index_names(stem, None)}
+    found = sorted(
+        name
+        for name in names
+        if name.endswith(INDEX_SUFFIX) and name not in known and not is_variant_index(name)
+    )
+    if len(found) > 1 and not known & set(names):
+        raise IndexFileError(
+            f"{where}: {len(found)} indexes, {enumerate_names(found, _LISTED)}, expected one; "
+            "keep only the one that is meant"
+        )
+    return found[0] if found else None
+
+
+def _others(names: Sequence[str], variant: str | None, where: str) -> Layout | None:
     files = [file for file in _weights(names, variant) if file.stem != CONSOLIDATED]
     return _together(files, names, variant, where) if files else None
 
@@ -163,7 +182,7 @@ def _together(files: Sequence[WeightFile], names: Sequence[str], variant: str | 
     missing = missing_parts(files)
     if missing:
         raise NotFoundError(
-            f"{where}: {len(missing)} shards are missing: {', '.join(missing)}; "
+            f"{where}: {len(missing)} shards are missing: {enumerate_names(missing, _LISTED)}; "
             "fetch the checkpoint again in full"
         )
     chosen = tuple(file.name for file in files)
@@ -194,7 +213,8 @@ def _check_there(files: Sequence[str], names: Sequence[str], index: str, where: 
     hints = [hint for hint in (why_missing(name, names) for name in missing) if hint]
     raise NotFoundError(
         f"{where}: {index} names {len(files)} weight files, and {len(missing)} of them are not there: "
-        f"{', '.join(missing)}; {'; '.join([*hints, 'fetch the checkpoint again in full'])}"
+        f"{enumerate_names(missing, _LISTED)}; "
+        f"{'; '.join([*hints[:_LISTED], 'fetch the checkpoint again in full'])}"
     )
 
 
@@ -210,7 +230,7 @@ def _left_alone(
         return ()
     return (
         f"{where}: other weight files are there and left alone, stale or of another model perhaps: "
-        f"{', '.join(map(quote, rest))}",
+        f"{enumerate_names(rest, _LISTED)}",
     )
 
 
@@ -320,8 +340,8 @@ def _join_indexed(
 def _absent_message(
     absent: Sequence[tuple[str, str]], layout: Layout, headers: Mapping[str, Header], where: str
 ) -> str:
-    shown = ", ".join(f"{quote(name)} in {quote(file)}" for name, file in absent[:20])
-    more = f" and {len(absent) - 20} more" if len(absent) > 20 else ""
+    shown = ", ".join(f"{quote(name)} in {quote(file)}" for name, file in absent[:_LISTED])
+    more = f" and {len(absent) - _LISTED} more" if len(absent) > _LISTED else ""
     holders = [file for file in layout.files if absent[0][0] in headers[file].tensors]
     hint = f"{quote(absent[0][0])} is in {quote(holders[0])} instead; " if holders else ""
     return (

@@ -1,5 +1,6 @@
 """How names that a file brought along appear in messages: on one line, printable, and of bounded length."""
 
+from collections.abc import Sequence
 from reprlib import Repr
 
 _SHOWN = 160
@@ -20,3 +21,9 @@ def quote(value: object, limit: int = _SHOWN) -> str:
     if len(value) > limit:
         value = f"{value[: limit // 2]}…{value[-limit // 2 :]}"
     return repr(value) if value.isprintable() else ascii(value)
+
+
+def enumerate_names(names: Sequence[str], most: int) -> str:
+    """Return the first ``most`` names, quoted, and how many more there are."""
+    shown = ", ".join(quote(name) for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

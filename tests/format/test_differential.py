@@ -211,7 +211,7 @@ good_entry = st.fixed_dictionaries(
 names = st.one_of(st.sampled_from(["w", "v", "__metadata__"]), st.text(max_size=4))
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     document=st.one_of(
         anything, st.dictionaries(names, an_entry, max_size=3), st.dictionaries(names, good_entry, max_size=3)
@@ -222,7 +222,7 @@ def test_documents_of_any_shape_get_the_reference_verdict(document: object, leng
     agree(raw_file(json.dumps(document), bytes(length)))
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(header=st.binary(max_size=40), data=st.binary(max_size=8), brace=st.booleans())
 def test_bytes_of_any_kind_get_the_reference_verdict(header: bytes, data: bytes, brace: bool) -> None:
     agree(raw_file(b"{" + header if brace else header, data))
