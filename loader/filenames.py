@@ -136,8 +136,8 @@ def no_weights(names: Sequence[str], variant: str | None, where: str) -> Loadsto
     pickles = [name for name in names if is_pickle(name)]
     if pickles:
         return FormatError(
-            f"{where}: only pickle files ({enumerate_names(pickles, _LISTED)}), which can run code when loaded "
-            "and are never opened; convert them, with `torch.load(file, weights_only=True)` and "
+            f"{where}: only pickle files ({enumerate_names(pickles, _LISTED)}), which can run code when "
+            "loaded and are never opened; convert them, with `torch.load(file, weights_only=True)` and "
             "`safetensors.torch.save_file`, or take a .safetensors revision instead of .bin"
         )
     for suffix, what in _FOREIGN:
