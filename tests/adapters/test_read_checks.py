@@ -17,6 +17,7 @@ import loadstone
 from loadstone.adapters.check import check_adapter
 from loadstone.adapters.experts import Experts
 from loadstone.adapters.reader import FINGERPRINT_KEY, read_adapter
+from loadstone.adapters.stamp import record_base
 from loadstone.adapters.updates import ExpertsLowRank, LowRank, Replacement, TokenRows
 from loadstone.errors import (
     AdapterBaseError,
@@ -468,3 +469,30 @@ def test_the_report_on_a_bad_adapter(tmp_path: Path, base: Path) -> None:
 def test_errors_are_of_the_adapters_tree() -> None:
     for kind in (AdapterFormatError, AdapterBaseError, AdapterUnsupportedError):
         assert issubclass(kind, AdapterError)
+
+
+def test_the_base_can_be_recorded(tmp_path: Path, base: Path) -> None:
+    folder = with_tensors(tmp_path, {}, base_model_name_or_path="org/tiny")
+    with loadstone.open(base) as checkpoint:
+        before = read_adapter(folder, base=checkpoint)
+        record_base(folder, checkpoint)
+        after = read_adapter(folder, base=checkpoint, strict_base=True)
+        assert torch.equal(before.delta(Q), after.delta(Q))
+        assert {path.name for path in folder.iterdir()} == {
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        }
+    grown = write_checkpoint(tmp_path / "more" / "tiny", {**TENSORS, "model.extra.weight": torch.ones(2)})
+    with pytest.warns(LoadstoneWarning, match="another structure"):
+        read_adapter(folder, base=grown).close()
+    with loadstone.open(base) as checkpoint, pytest.raises(LocationError, match="not a folder"):
+        record_base(tmp_path / "nowhere", checkpoint)
+
+
+def test_everything_exported_exists() -> None:
+    import loadstone.adapters as package
+
+    for name in package.__all__:
+        assert getattr(package, name).__name__ == name
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = package.nothing
