@@ -7,14 +7,14 @@ the disk is the truth, and death at any instant leaves nothing to repair but dra
 A folder that cannot be used, or has no room, is no failure: objects then live in the process's own memory,
 and one warning says why.
 
-Ownership: a `NodeCache` is used by all threads; it keeps no state of its own besides the leases of this
-process and the list of what is to be sealed.
+Ownership: a `NodeCache` is used by all threads; ``_lock`` guards what it remembers of the room that is left.
 """
 
 import hashlib
 import json
 import os
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +25,7 @@ from loadstone.errors import CacheError
 from loadstone.loader import blobfolder
 from loadstone.loader.blob import StoredBlob
 from loadstone.loader.filesystem import free_bytes, refusal
+from loadstone.loader.forks import renew_in_child
 from loadstone.loader.leases import shared_leases
 from loadstone.loader.locks import close_own, open_own, pauses, try_lock
 from loadstone.loader.notices import warn_once
@@ -36,6 +37,7 @@ from loadstone.settings import Settings
 
 _EVICTION_SECONDS = 10.0
 _KEY_LENGTH = 64
+_COUNT_SECONDS = 2.0  # for so long, a count of what the folder holds is relied on
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,9 @@ class NodeCache:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._sealer = Sealer()
+        self._lock = threading.Lock()
+        self._left, self._counted_at = 0, -_COUNT_SECONDS
+        renew_in_child(self)
         self.folder: Path | None = None
         self.problem = ""
         path = settings.cache_path
@@ -253,6 +258,10 @@ class NodeCache:
         """Wait until complete blobs are sealed; ``False`` when ``timeout`` seconds went by first."""
         return self._sealer.settle(timeout)
 
+    def reset_in_child(self) -> None:
+        """Renew the lock."""
+        self._lock = threading.Lock()
+
     def _in_memory(self, name: str, version: Version, reason: str) -> StoredBlob:
         warn_once(f"{name} is kept in memory and not in the node cache: {reason}", str(self.folder))
         return StoredBlob(name, version.size)
@@ -286,12 +295,22 @@ class NodeCache:
 
     def _reserve(self, nbytes: int) -> None:
         """Make sure that ``nbytes`` more fit the budget and the disk."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._counted_at < _COUNT_SECONDS and nbytes <= self._left:
+                self._left -= nbytes
+                return
+            self._left = self._count(nbytes) - nbytes
+            self._counted_at = now
+
+    def _count(self, nbytes: int) -> int:
+        """Count what is left of the budget, evicting until ``nbytes`` fit."""
         assert self.folder is not None
         entries = sorted(self.entries(), key=lambda entry: entry.last_use)
         # A blob in use may still be filled up; what nobody uses stays as it is.
         taken = sum(max(entry.allocated, entry.size if entry.pids else 0) for entry in entries)
-        allocated = sum(entry.allocated for entry in entries)
-        budget = self._settings.cache_bytes or int((free_bytes(self.folder) + allocated) * 0.9)
+        room = free_bytes(self.folder) + sum(entry.allocated for entry in entries)
+        budget = min(self._settings.cache_bytes or int(room * 0.9), room)
         for entry in entries:
             if taken + nbytes <= budget:
                 break
@@ -302,6 +321,7 @@ class NodeCache:
                 f"it takes {nbytes} bytes, and the node cache {self.folder} has {max(0, budget - taken)} of "
                 f"{budget} left; raise LOADSTONE_CACHE_BYTES or free some disk"
             )
+        return budget - taken
 
     def _evict(self, entry: CacheEntry) -> bool:
         assert self.folder is not None

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -43,8 +43,10 @@ class Served:
             (folder / name).write_bytes(random.Random(number).randbytes(size))
         self.server = FileServer(folder, hook=self.hook)
 
-    def start(self, mode: str, cache: Path, *numbers: int) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "tests.support.cache_worker", mode, self.server.url]
+    def start(
+        self, mode: str, cache: Path, *numbers: int, within: Sequence[str] = ()
+    ) -> "subprocess.Popen[str]":
+        command = [*within, sys.executable, "-m", "tests.support.cache_worker", mode, self.server.url]
         return subprocess.Popen(
             [*command, str(self.folder), str(cache), *map(str, numbers)],
             cwd=ROOT,
@@ -53,8 +55,8 @@ class Served:
             text=True,
         )
 
-    def run(self, mode: str, cache: Path, *numbers: int) -> None:
-        process = self.start(mode, cache, *numbers)
+    def run(self, mode: str, cache: Path, *numbers: int, within: Sequence[str] = ()) -> None:
+        process = self.start(mode, cache, *numbers, within=within)
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, output
 
@@ -89,3 +91,15 @@ def test_a_stopped_holder_does_not_stop_others(served: Served, tmp_path: Path) -
 def test_a_fork_while_bytes_arrive(served: Served, tmp_path: Path) -> None:
     served.hook.pause = 0.005
     served.run("fork", tmp_path / "cache")
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_disk_that_fills_up_at_any_moment(served: Served, tmp_path: Path) -> None:
+    served.hook.pause = 0.02
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    size = sum(path.stat().st_size for path in served.folder.iterdir())
+    mount = f'mount -t tmpfs -o size={size * 3 // 2},mode=0700 none {disk} && exec "$@"'
+    served.run("full", disk / "cache", 8, 2, within=["unshare", "-m", "sh", "-c", mount, "sh"])
+    assert list(disk.iterdir()) == []

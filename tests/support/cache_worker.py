@@ -5,10 +5,12 @@ wrong. ``audit`` looks at a cache folder with nothing of the code under test: a 
 hold the right bytes.
 """
 
+import contextlib
 import functools
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -171,6 +173,31 @@ def fork_after_open(url: str, folder: Path, cache: Path) -> list[str]:
     return problems + audit(cache, folder)
 
 
+def full_disk(url: str, folder: Path, cache: Path, rounds: int, seed: int) -> list[str]:
+    """Take the cache's disk away from it at random moments, while two processes read."""
+    rng = random.Random(seed)
+    problems = []
+    junk = cache.parent / "junk"
+    in_memory = 0
+    for number in range(rounds):
+        own = cache / str(number)
+        reading = functools.partial(read_everything, url, folder, settings_for(own))
+        readers = [forked(functools.partial(reading, n)) for n in (1, 2)]
+        time.sleep(rng.uniform(0, 0.5))
+        with junk.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        statuses = [exit_status(pid) for pid in readers]
+        problems += [f"round {number}: a reader ended with {status}" for status in statuses if status]
+        problems += [f"round {number}: {problem}" for problem in audit(own, folder)]
+        in_memory += sum(path.read_bytes().count(0) for path in own.glob("blobs/*/map")) > 0
+        junk.unlink()
+        shutil.rmtree(own)
+    if not in_memory:
+        problems.append("the disk was never full in the middle")
+    return problems
+
+
 def main(arguments: list[str]) -> int:
     mode, url, folder, cache, *rest = arguments
     numbers = [int(number) for number in rest]
@@ -180,6 +207,7 @@ def main(arguments: list[str]) -> int:
         "kill": kill_rounds,
         "stop": stopped_holder,
         "fork": fork_after_open,
+        "full": full_disk,
     }
     problems = modes[mode](url, Path(folder), Path(cache), *numbers)
     print("\n".join(problems))

@@ -1,0 +1,92 @@
+"""The policy of connections and bandwidth, on a simulated store and clock."""
+
+from collections.abc import Callable
+
+import pytest
+
+from loadstone.loader.pace import START, Bandwidth, Pace
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(pace: Pace, clock: Clock, rate: Callable[[int], float], seconds: float) -> None:
+    """Let a store deliver ``rate(connections)`` bytes per second to ``pace``."""
+    end = clock.now + seconds
+    while clock.now < end:
+        clock.now += 0.01
+        pace.moved(int(rate(pace.target) * 0.01), pace.target)
+
+
+def test_it_grows_while_that_brings_more() -> None:
+    clock = Clock()
+    pace = Pace(32, clock)
+    assert pace.target == START
+    run(pace, clock, lambda connections: 90e6 * connections, 5)
+    assert pace.target == 32
+
+
+def test_it_stays_where_more_brings_nothing() -> None:
+    clock = Clock()
+    pace = Pace(32, clock)
+    run(pace, clock, lambda connections: 125e6, 30)
+    assert pace.target <= START + 2
+
+
+def test_it_finds_the_knee() -> None:
+    clock = Clock()
+    pace = Pace(64, clock)
+    run(pace, clock, lambda connections: min(90e6 * connections, 1200e6), 9)
+    assert 12 <= pace.target <= 20
+
+
+def test_it_halves_when_asked_to_slow_down_and_grows_again_later() -> None:
+    clock = Clock()
+    pace = Pace(32, clock)
+    run(pace, clock, lambda connections: 90e6 * connections, 5)
+    for _ in range(10):
+        pace.throttled()
+    assert pace.target == 16
+    clock.now += 1
+    pace.throttled()
+    assert pace.target == 8
+    run(pace, clock, lambda connections: 90e6 * connections, 4)
+    assert pace.target == 8
+    run(pace, clock, lambda connections: 90e6 * connections, 5)
+    assert pace.target > 8
+    for _ in range(20):
+        clock.now += 1
+        pace.throttled()
+    assert pace.target == 1
+
+
+def test_idle_connections_prove_nothing() -> None:
+    clock = Clock()
+    pace = Pace(32, clock)
+    for _ in range(1000):
+        clock.now += 0.01
+        pace.moved(10_000_000, 1)
+    assert pace.target == START
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_it_stays_within_its_bounds(most: int) -> None:
+    clock = Clock()
+    pace = Pace(most, clock)
+    run(pace, clock, lambda connections: 90e6 * connections, 5)
+    assert pace.target == most
+
+
+def test_bandwidth_is_shared_out_in_time() -> None:
+    clock = Clock()
+    cap = Bandwidth(1000, clock)
+    assert [cap.delay(500) for _ in range(3)] == [0.0, 0.5, 1.0]
+    clock.now += 10
+    assert cap.delay(1000) == 0.0
+    assert cap.delay(1) == 1.0
+    assert Bandwidth(0, clock).delay(10**12) == 0.0
