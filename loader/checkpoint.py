@@ -230,7 +230,6 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
 
         For code that waits by itself before any use. Unaligned data is waited for, as it has to be copied.
         """
-        self._check_open()
         return self._reader.view(self.info(name))
 
     def raw(self, name: str) -> "torch.Tensor":
@@ -347,7 +346,10 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
             Digests or sizes differ; each such file is named.
         """
         self._check_open()
-        return verify_files(self.source, self._opened.blobs, self.manifest, self.name)
+        manifest = self.manifest
+        if manifest is None:  # of one file opened by itself, the manifest was not looked for yet
+            manifest = opening.read_manifest(self.source, self._opened.blobs)
+        return verify_files(self.source, self._opened.blobs, manifest, self.name)
 
     def bind(self, module: "torch.nn.Module", **options: Any) -> "BindReport":
         """Make a module's parameters views of this checkpoint; see `loadstone.loader.modules.bind`."""

@@ -119,14 +119,19 @@ class LocalBlob:
     def read(self, span: ByteRange) -> bytes:
         """Return a copy of ``span``'s bytes, read with ``pread``: safe whatever happens to the file."""
         data = bytearray(span.nbytes)
-        self.read_into(span.start, memoryview(data))
+        self.read_into(span.start, memoryview(data), ahead=False)
         return bytes(data)
 
-    def read_into(self, offset: int, into: memoryview) -> None:
-        """Fill ``into`` from ``offset`` on, and check before and after that the file is the one opened."""
+    def read_into(self, offset: int, into: memoryview, *, ahead: bool = True) -> None:
+        """Fill ``into`` from ``offset`` on, and check before and after that the file is the one opened.
+
+        With ``ahead`` the kernel may read beyond, as suits a file that is read from end to end.
+        """
         self.check()
         fd = _open(self._path)
         try:
+            if not ahead:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             done = 0
             while done < len(into):
                 count = os.preadv(fd, [into[done:]], offset + done)
@@ -223,12 +228,16 @@ def resolve_folder(path: str) -> str:
     LocationError
         It is a repository folder, and which snapshot is meant cannot be told.
     """
-    snapshots = Path(path, "snapshots")
-    if not snapshots.is_dir() or not Path(path, "refs").is_dir():
+    snapshots, main = Path(path, "snapshots"), Path(path, "refs", "main")
+    try:
+        found = sorted(entry.name for entry in snapshots.iterdir() if entry.is_dir())
+        main.parent.stat()
+    except OSError:
         return path
-    main = Path(path, "refs", "main")
-    found = sorted(entry.name for entry in snapshots.iterdir() if entry.is_dir())
-    commit = main.read_text().strip() if main.is_file() else ""
+    try:
+        commit = main.read_text(errors="replace").strip()
+    except OSError:
+        commit = ""
     if not commit and len(found) == 1:
         commit = found[0]
     if commit not in found:

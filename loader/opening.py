@@ -6,9 +6,8 @@ each weight file, each of these three steps side by side for all files.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import cast
 
 from loadstone.errors import FormatError, LoadstoneError, NotFoundError
@@ -125,6 +124,15 @@ def read_config(source: Source, where: str) -> dict[str, object] | None:
     return config
 
 
+def read_manifest(source: Source, files: Collection[str]) -> Manifest | None:
+    """Return what the folder's manifest says of ``files``, ``None`` when there is no manifest."""
+    data = read_small(source, MANIFEST)
+    if data is None:
+        return None
+    listed = parse_manifest(data, f"{source.name}/{MANIFEST}").files
+    return Manifest({name: record for name, record in listed.items() if name in files})
+
+
 def read_small(source: Source, name: str) -> bytes | None:
     """Return a whole small file of the folder; ``None`` when there is none of that name."""
     blob = source.open([name])[name]
@@ -162,7 +170,7 @@ class _SmallFiles:
 
 
 def _open_local(place: Location) -> tuple[Source, str, str | None]:
-    if Path(place.path).is_dir():
+    if os.path.isdir(place.path):  # noqa: PTH112  Path.is_dir raises on paths that cannot be
         folder = resolve_folder(place.path)
         return LocalSource(folder), folder, None
     folder, file = os.path.split(place.path)

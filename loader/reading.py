@@ -60,6 +60,7 @@ class Reader:
         """Return a tensor without waiting for it, unless it has to be copied."""
         if self._always_copy or not views.is_aligned(info):
             return self.tensors([info])[0]
+        self._ensure({info.file: []})  # nothing to wait for, but the file must be the one opened
         return views.view(info, self._blobs[info.file].buffer())
 
     def raw(self, info: TensorInfo) -> torch.Tensor:

@@ -41,7 +41,7 @@ class SlicePlan:
     exact: bool
 
 
-def plan(shape: Sequence[int], itemsize: int, index: object) -> SlicePlan:
+def plan(shape: Sequence[int], itemsize: int, index: object, gap: int = GAP) -> SlicePlan:
     """Return the bytes that ``tensor[index]`` needs, for an index that torch accepts for this shape.
 
     Parameters
@@ -52,6 +52,8 @@ def plan(shape: Sequence[int], itemsize: int, index: object) -> SlicePlan:
         Bytes of an element.
     index : object
         What is written between the brackets.
+    gap : int
+        Gaps of up to this many bytes are joined.
     """
     size = itemsize
     for length in shape:
@@ -65,26 +67,26 @@ def plan(shape: Sequence[int], itemsize: int, index: object) -> SlicePlan:
         return SlicePlan((), exact=False)
     ranges, inner, taken = [ByteRange(0, itemsize)], itemsize, itemsize
     for pick, length in zip(reversed(picks), reversed(shape), strict=True):
-        ranges = _repeat(ranges, inner, pick)
+        ranges = _repeat(ranges, inner, pick, gap)
         inner *= length
         taken *= pick.count
     return SlicePlan(tuple(ranges), exact=len(ranges) == 1 and ranges[0].nbytes == taken)
 
 
-def _repeat(ranges: list[ByteRange], inner: int, pick: Pick) -> list[ByteRange]:
+def _repeat(ranges: list[ByteRange], inner: int, pick: Pick, gap: int) -> list[ByteRange]:
     """Repeat the ranges of one inner block for every index picked in the dimension around it."""
     stride = pick.step * inner
     first = pick.start * inner
     if len(ranges) == 1:
         only = ranges[0]
-        if pick.count == 1 or stride - only.nbytes <= GAP:
+        if pick.count == 1 or stride - only.nbytes <= gap:
             last = first + (pick.count - 1) * stride
             return [ByteRange(first + only.start, last + only.stop)]
     out: list[ByteRange] = []
     for number in range(pick.count):
         base = first + number * stride
         for one in ranges:
-            if out and base + one.start - out[-1].stop <= GAP:
+            if out and base + one.start - out[-1].stop <= gap:
                 out[-1] = ByteRange(out[-1].start, base + one.stop)
             else:
                 out.append(ByteRange(base + one.start, base + one.stop))

@@ -41,7 +41,9 @@ class TensorSlice:
         return self._info.dtype
 
     def __getitem__(self, index: object) -> torch.Tensor:
-        shape = self._result_shape(index)
+        # On a tensor without memory: does the index fit, and what shape results, before any byte moves.
+        probe = torch.empty(self._shape, dtype=torch.uint8, device="meta")
+        shape = tuple(self._index(probe, index).shape)
         plan = slices.plan(self._shape, self._dtype.itemsize, index)
         offset = self._info.offset
         self._ensure([ByteRange(offset + part.start, offset + part.stop) for part in plan.ranges])
@@ -51,11 +53,10 @@ class TensorSlice:
             return self._rows(plan.ranges[0], shape)
         return self._gather(plan, index, shape)
 
-    def _result_shape(self, index: object) -> tuple[int, ...]:
-        """Return the result's shape, with torch's own verdict on the index, before any byte moves."""
+    def _index(self, tensor: torch.Tensor, index: object) -> torch.Tensor:
+        """Return ``tensor[index]``, with torch's own verdict on the index."""
         try:
-            probe = torch.empty(self._shape, dtype=torch.uint8, device="meta")
-            return tuple(probe[index].shape)  # type: ignore[index]  # torch itself judges what an index is
+            return tensor[index]  # type: ignore[index]  # torch judges what an index is
         except (IndexError, ValueError, TypeError, RuntimeError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise SliceError(
@@ -89,7 +90,7 @@ class TensorSlice:
             flat = torch.frombuffer(memory, dtype=torch.uint8, count=self._info.nbytes, offset=start)
             whole = flat.view(*self._shape, width)
             index = _with_last(index)
-        picked = whole[index].clone(memory_format=torch.contiguous_format)  # type: ignore[index]
+        picked = self._index(whole, index).clone(memory_format=torch.contiguous_format)
         return picked.view(self._dtype).view(shape)
 
 

@@ -1,0 +1,173 @@
+"""Prefetching local files brings exactly what was asked for into memory, within a budget."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from tests.support.checkpoints import write_file
+from tests.support.pages import drop, resident
+
+import loadstone
+from loadstone.errors import ChangedError
+from loadstone.loader import memory, residency
+from loadstone.loader.local import LocalBlob, LocalSource
+from loadstone.loader.ranges import ByteRange
+from loadstone.loader.residency import WINDOW, Residency, Window
+from loadstone.loader.source import Span
+
+MIB = 1024 * 1024
+
+
+def cold_file(folder: Path, size: int, name: str = "data") -> Path:
+    """Write a file that is on the disk and not in the page cache; skip where pages cannot be dropped."""
+    path = folder / name
+    with path.open("wb") as file:
+        for number in range(-(-size // MIB)):
+            file.write(bytes([number % 251]) * min(MIB, size - number * MIB))
+    drop(path)
+    if resident(path) > MIB:
+        pytest.skip("this file system keeps its pages: tmpfs cannot be cold")
+    return path
+
+
+def test_brings_what_was_asked_for_and_little_else(tmp_path: Path) -> None:
+    path = cold_file(tmp_path, 48 * MIB)
+    source = LocalSource(str(tmp_path))
+    blob = source.open(["data"])["data"]
+    assert isinstance(blob, LocalBlob)
+    handle = source.prefetch([Span(blob, ByteRange(6 * MIB, 26 * MIB))])
+    assert handle.wait(60)
+    assert handle.done()
+    assert handle.progress().ready == handle.progress().total == 20 * MIB
+    assert handle.progress().moved == 0
+    assert 20 * MIB <= resident(path) <= 22 * MIB
+    source.close()
+
+
+def test_one_tensor_from_a_cold_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_file(path, {f"layers.{number}.weight": ("U8", (MIB,)) for number in range(8)})
+    drop(path)
+    if resident(path) > MIB // 2:
+        pytest.skip("this file system keeps its pages: tmpfs cannot be cold")
+    with loadstone.open(path) as ckpt:
+        assert ckpt["layers.5.weight"].sum().item() > 0
+    assert MIB <= resident(path) <= MIB * 1.1 + 128 * 1024  # with the header
+
+
+def test_sequential_reads_bring_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cold_file(tmp_path, 24 * MIB)
+    monkeypatch.setattr(residency, "on_network", lambda name: True)
+    blob = LocalBlob(str(path))
+    handle = Residency([Window(blob, ByteRange(0, 24 * MIB))])
+    assert handle.wait(60)
+    assert resident(path) >= 24 * MIB
+    assert handle.progress().ready == 24 * MIB
+
+
+def test_a_slow_first_window_turns_to_sequential_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(6 * WINDOW))
+    blob = LocalBlob(str(path))
+    reads: list[int] = []
+    read_into = blob.read_into
+    monkeypatch.setattr(residency, "THREADS", 1)
+    monkeypatch.setattr(residency, "SLOW", 1 << 62)  # every disk is slower than that
+    monkeypatch.setattr(blob, "read_into", lambda at, into: (reads.append(at), read_into(at, into)))
+    assert Residency([Window(blob, ByteRange(0, 6 * WINDOW))]).wait(60)
+    assert min(reads) == WINDOW  # the first window was populated, all others read
+    assert sum(1 for at in reads if at % WINDOW == 0) == 5
+
+
+def test_stops_at_the_memory_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cold_file(tmp_path, 8 * WINDOW)
+    monkeypatch.setattr(memory, "available", lambda: 3 * WINDOW)
+    handle = Residency([Window(LocalBlob(str(path)), ByteRange(0, 8 * WINDOW))])
+    assert handle.wait(60)
+    assert handle.progress().ready == 8 * WINDOW  # the rest can be used, and is read when it is
+    assert resident(path) <= 3 * WINDOW
+
+
+class SlowFile:
+    """A file whose every check takes until it is told to go on."""
+
+    def __init__(self, blob: LocalBlob) -> None:
+        self.blob = blob
+        self.checks = 0
+        self.go = threading.Event()
+
+    name = property(lambda self: self.blob.name)
+
+    def buffer(self) -> memoryview:
+        return self.blob.buffer()
+
+    def check(self) -> None:
+        self.checks += 1
+        self.go.wait(30)
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        self.blob.read_into(offset, into)
+
+
+def test_cancel_ends_it_between_windows(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(16 * WINDOW))
+    file = SlowFile(LocalBlob(str(path)))
+    handle = Residency([Window(file, ByteRange(0, 16 * WINDOW))])
+    assert handle.wait(0.05) is False
+    assert not handle.done()
+    threading.Timer(0.1, file.go.set).start()
+    handle.cancel()
+    assert handle.done()
+    assert file.checks <= residency.THREADS
+    assert handle.progress().ready < 16 * WINDOW
+    assert handle.wait(1)
+
+
+def test_a_file_cut_under_a_prefetch_is_an_error_not_a_signal(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(8 * WINDOW))
+    file = SlowFile(LocalBlob(str(path)))
+    handle = Residency([Window(file, ByteRange(0, 8 * WINDOW))])
+    os.truncate(path, MIB)
+    file.check = file.blob.check  # type: ignore[method-assign]
+    file.go.set()
+    with pytest.raises(ChangedError, match="changed from"):
+        handle.wait(30)
+    assert handle.done()
+
+
+def test_many_prefetches_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_file(path, {f"w{number}": ("U8", (MIB,)) for number in range(8)})
+    with loadstone.open(path) as ckpt:
+        handles = [ckpt.prefetch(f"w{number % 8}") for number in range(32)]
+        assert all(handle.wait(30) for handle in handles)
+        assert [handle.progress().total for handle in handles] == [MIB] * 32
+        empty = ckpt.prefetch([])
+        assert empty.wait(1)
+        assert empty.progress().total == 0
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("loadstone-resident")]
+    assert left == []
+
+
+def test_closing_stops_prefetches(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(4 * WINDOW))
+    source = LocalSource(str(tmp_path))
+    blob = source.open(["data"])["data"]
+    assert isinstance(blob, LocalBlob)
+    handles = [source.prefetch([Span(blob, ByteRange(0, 4 * WINDOW))]) for _ in range(5)]
+    began = time.monotonic()
+    source.close()
+    assert time.monotonic() - began < 10
+    assert all(handle.done() for handle in handles)
+
+
+def test_this_disk_is_not_a_network() -> None:
+    assert not residency.on_network("/proc")
+    assert not residency.on_network("/nonexistent")
