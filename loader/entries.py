@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from math import prod
-from operator import itemgetter
 from sys import intern
 from typing import Any, TypeGuard
 
 from loadstone.errors import HeaderError
 from loadstone.loader.dtypes import BITS
 from loadstone.loader.naming import quote
-from loadstone.loader.strictjson import Repeated, unreadable
+from loadstone.loader.strictjson import Pairs, Repeated, plain_object, unreadable
 
 _FIELDS = ("dtype", "shape", "data_offsets")
 _WORD = 2**64
@@ -48,13 +47,42 @@ class _Entry:
     end: int
 
 
+def make_entry(pairs: Pairs) -> object:
+    """Make less than a ``dict`` of an entry as every writer writes it: dtype, shape, first byte and end.
+
+    Half of the time that a large header takes goes into memory, and most of that into these objects.
+    """
+    if len(pairs) == len(_FIELDS):
+        (first, dtype), (second, shape), (third, span) = pairs
+        if (
+            first == "dtype"
+            and second == "shape"
+            and third == "data_offsets"
+            and type(shape) is list
+            and type(span) is list
+            and len(span) == 2
+            and type(span[0]) is int
+            and type(span[1]) is int
+        ):
+            return dtype, tuple(shape), span[0], span[1]
+    return plain_object(pairs)
+
+
+def expand(value: object) -> object:
+    """Return the JSON object that `make_entry` made less of; any other value as it is."""
+    if not isinstance(value, tuple):
+        return value
+    dtype, shape, begin, end = value
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
 def check_entries(document: Mapping[str, object], where: str) -> Columns:
     """Check the tensors of a header.
 
     Parameters
     ----------
     document : Mapping[str, object]
-        The header's JSON object without its metadata.
+        The header's JSON object without its metadata, its objects made by `make_entry`.
     where : str
         The file's name, for messages.
 
@@ -68,7 +96,14 @@ def check_entries(document: Mapping[str, object], where: str) -> Columns:
 
 def describe(value: object) -> str:
     """Say what kind of JSON value ``value`` is."""
-    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    kinds = {
+        dict: "an object",
+        tuple: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        type(None): "null",
+    }
     return next((kinds[kind] for kind in kinds if isinstance(value, kind)), "a number")
 
 
@@ -77,22 +112,16 @@ def _all_at_once(document: Mapping[str, object]) -> Columns | None:
 
     Never refuses: it gives up, with ``None``, at the first sign of anything unusual.
     """
-    entries: list[Any] = list(document.values())
-    if set(map(type, entries)) != {dict} or set(map(len, entries)) != {len(_FIELDS)}:
+    if set(map(type, document.values())) != {tuple}:
         return None
-    try:
-        dtypes, shapes, spans = zip(*map(itemgetter(*_FIELDS), entries), strict=True)
-    except KeyError:
-        return None
-    if set(map(type, dtypes)) != {str} or set(map(type, chain(shapes, spans))) != {list}:
-        return None
-    if set(map(type, chain.from_iterable(chain(shapes, spans)))) != {int} or set(map(len, spans)) != {2}:
+    entries: Any = document.values()
+    dtypes, shapes, begins, ends = zip(*entries, strict=True)
+    if set(map(type, dtypes)) != {str} or not set(map(type, chain.from_iterable(shapes))) <= {int}:
         return None
     # A model has few distinct shapes: each is looked at once, and kept once.
-    kinds = list(zip(dtypes, map(tuple, shapes), strict=True))
+    kinds = list(zip(dtypes, shapes, strict=True))
     known = {kind: (*kind, _nbytes(*kind)) for kind in set(kinds)}
     dtypes, shapes, sizes = zip(*map(known.__getitem__, kinds), strict=True)
-    begins, ends = zip(*spans, strict=True)
     if None in sizes or ends != tuple(accumulate(sizes)) or begins != (0, *ends[:-1]):
         return None
     return Columns(list(document), dtypes, shapes, ends)
@@ -142,6 +171,7 @@ def _entry(name: str, value: object, where: str) -> _Entry:
 
 
 def _fields(name: str, value: object, where: str) -> dict[str, object]:
+    value = expand(value)
     if not isinstance(value, dict):
         raise _bad(where, name, f"an entry that is {describe(value)}", "expected an object")
     if isinstance(value, Repeated):

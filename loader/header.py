@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, KeysView, Mapping
 from dataclasses import dataclass
 
 from loadstone.errors import HeaderError, TruncatedError
-from loadstone.loader.entries import Columns, check_entries, describe
+from loadstone.loader.entries import Columns, check_entries, describe, expand, make_entry
 from loadstone.loader.gcpause import paused_gc
 from loadstone.loader.naming import quote
 from loadstone.loader.ranges import ByteRange
@@ -224,7 +224,7 @@ def parse_header(data: bytes | memoryview, file_size: int, file: str, where: str
             "the file is damaged, fetch it again"
         ) from None
     with paused_gc(length):
-        document = _object(parse_json(text, f"{where}: the header", HeaderError), where)
+        document = _object(parse_json(text, f"{where}: the header", HeaderError, make_entry), where)
         metadata = _metadata(document.pop(METADATA, None), where)
         if "\\u" in text:
             _check_unicode([*document, *metadata.keys(), *metadata.values()], where)
@@ -236,6 +236,7 @@ def parse_header(data: bytes | memoryview, file_size: int, file: str, where: str
 
 
 def _object(parsed: object, where: str) -> dict[str, object]:
+    parsed = expand(parsed)
     if not isinstance(parsed, dict):
         raise HeaderError(f"{where}: the header is not a JSON object; the file is damaged, fetch it again")
     if isinstance(parsed, Repeated):
@@ -247,6 +248,7 @@ def _object(parsed: object, where: str) -> dict[str, object]:
 
 
 def _metadata(value: object, where: str) -> dict[str, str]:
+    value = expand(value)
     if value is None:
         return {}
     if not isinstance(value, dict):

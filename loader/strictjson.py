@@ -9,6 +9,7 @@ repeated keys, a mark that the caller turns into one.
 import json
 import re
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 from loadstone.errors import FormatError
@@ -39,7 +40,28 @@ class Repeated(dict[str, object]):
     key: str
 
 
-def parse_json(text: str, what: str, error: type[FormatError]) -> object:
+Pairs = list[tuple[str, object]]
+"""A JSON object as its keys and values, before repeated keys are merged."""
+
+
+def plain_object(pairs: Pairs) -> dict[str, object]:
+    """Make a ``dict`` of a JSON object, a `Repeated` if a key comes twice."""
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    marked = Repeated(found)
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            marked.key = key
+            break
+        seen.add(key)
+    return marked
+
+
+def parse_json(
+    text: str, what: str, error: type[FormatError], make: Callable[[Pairs], object] = plain_object
+) -> object:
     """Parse ``text``.
 
     Parameters
@@ -50,6 +72,8 @@ def parse_json(text: str, what: str, error: type[FormatError]) -> object:
         What it is and where, to begin a message with: ``"x.safetensors: the header"``.
     error : type[FormatError]
         Which error to raise.
+    make : callable
+        What each JSON object becomes: a ``dict``, or, where it can do with less, a ``tuple`` of its values.
 
     Returns
     -------
@@ -72,7 +96,7 @@ def parse_json(text: str, what: str, error: type[FormatError]) -> object:
     unlimited = not 0 < sys.get_int_max_str_digits() <= _FEW_DIGITS
     integer = _integer if unlimited or "-0" in text else int
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_int=integer, parse_constant=refuse_constant)
+        return json.loads(text, object_pairs_hook=make, parse_int=integer, parse_constant=refuse_constant)
     except error:
         raise
     except json.JSONDecodeError as problem:
@@ -94,13 +118,13 @@ def unreadable(value: object, depth: int) -> str | None:
     pending = [(value, depth)]
     while pending:
         item, level = pending.pop()
-        if isinstance(item, dict | list) and level > DEPTH_LIMIT:
+        if isinstance(item, dict | list | tuple) and level > DEPTH_LIMIT:
             return f"nests deeper than {DEPTH_LIMIT} levels"
         if isinstance(item, Repeated):
             return f"has a duplicate key {item.key!r}"
         if isinstance(item, dict):
             pending += [(part, level + 1) for part in (*item.keys(), *item.values())]
-        elif isinstance(item, list):
+        elif isinstance(item, list | tuple):
             pending += [(part, level + 1) for part in item]
         elif isinstance(item, str) and not is_unicode(item):
             return "has half of a surrogate pair"
@@ -116,20 +140,6 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    marked = Repeated(found)
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            marked.key = key
-            break
-        seen.add(key)
-    return marked
 
 
 def _integer(digits: str) -> int | float:

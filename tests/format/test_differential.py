@@ -208,7 +208,9 @@ good_entry = st.fixed_dictionaries(
     },
     optional={"note": anything},
 )
-names = st.one_of(st.sampled_from(["w", "v", "__metadata__"]), st.text(max_size=4))
+names = st.one_of(
+    st.sampled_from(["w", "v", "__metadata__", "dtype", "shape", "data_offsets"]), st.text(max_size=4)
+)
 
 
 @settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -108,6 +108,12 @@ def good_files() -> Iterator[tuple[str, bytes]]:
     yield "unaligned", tensors_file([tensor(rng, "odd", "U8", (3,)), a], align=1)
     yield "newline padding", raw_file(plain + "\n\t \r\n ", data)
     yield "no tensors", raw_file('{"__metadata__":{"k":"v"}}')
+    yield "metadata like an entry", raw_file('{"__metadata__":{"dtype":"U8","shape":"1","data_offsets":"0"}}')
+    fields = [tensor(rng, name, "U8", (1,)) for name in ("dtype", "shape", "data_offsets")]
+    yield "tensors called like fields", tensors_file(fields)
+    yield "a field like an entry", raw_file(_with_field(_entry()), b"x")
+    nested = '{"dtype":0,"shape":[' * 62 + '],"data_offsets":[0,0]}' * 62
+    yield "a field like entries in entries", raw_file(_with_field(nested), b"x")
     yield "nothing", raw_file("{}")
     yield "null metadata", raw_file('{"__metadata__":null}')
     yield "ignored field", raw_file('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"note":[1]}}', b"x")
@@ -221,6 +227,12 @@ def _bad_json() -> Iterator[tuple[str, BadFile]]:
         yield f"metadata {depth} deep", BadFile(raw_file(f'{{"__metadata__":{deep}}}'), ())
         yield f"a field {depth} deep", BadFile(raw_file(_with_field(lists), b"x"), ("127",))
         yield f"a shape {depth} deep", BadFile(raw_file(_entry(shape=lists), b"x"), ())
+    nested = '{"dtype":0,"shape":[' * 63 + '],"data_offsets":[0,0]}' * 63
+    yield "too deep entries in a field", BadFile(raw_file(_with_field(nested), b"x"), ("127",))
+    yield (
+        "a header like an entry",
+        BadFile(raw_file('{"dtype":{},"shape":[],"data_offsets":[0,0]}'), ("'dtype'",)),
+    )
     yield "too deep a field", BadFile(raw_file(_with_field("[" * 126 + "]" * 126), b"x"), ("127",))
     yield "a size of 5000 digits", BadFile(raw_file(_entry(shape=f"[{'9' * 5000}]"), b"x"), ("digits",))
     yield "a field of 400 digits", BadFile(raw_file(_with_field("9" * 400), b"x"), ("out of range",))
