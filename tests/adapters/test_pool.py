@@ -406,8 +406,8 @@ def test_a_lease_may_end_while_its_batch_runs(root: Path) -> None:
 
 def test_a_dropped_lease_is_told(root: Path) -> None:
     with pool_over(Base(), root) as pool:
+        pool.lease(["a"], "request 9")
         with pytest.warns(ResourceWarning, match="request 9"):
-            pool.lease(["a"], "request 9")
             gc.collect()
         assert pool.status("a").holders == ("request 9",)
 
