@@ -90,7 +90,7 @@ def read_checkpoint(source: Source, name: str, file: str | None, variant: str | 
     if file is not None:
         blobs, headers = _read_headers(source, [file], name)
         (header,) = headers.values()
-        return Opened(source, name, blobs, dict(header.tensors), header.metadata, {}, None, ())
+        return Opened(source, name, blobs, header.tensors, header.metadata, {}, None, ())
     reader = _SmallFiles(source)
     layout = index.choose_layout(reader.listed, reader.read, variant, name)
     blobs, headers = _read_headers(source, layout.files, name)

@@ -1,6 +1,7 @@
 """``safe_open`` of this project beside the one of safetensors."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def test_frameworks_and_backends(tmp_path: Path, framework: str, backend: str) -
     path = tmp_path / "x.safetensors"
     write_file(path, {"b": ("F32", (4, 2)), "a": ("U16", (3,)), "c": ("BOOL", ())})
     with safe_open(path, framework, backend=backend) as mine:
-        theirs = safetensors.safe_open(path, framework)
+        theirs: Any = safetensors.safe_open(path, framework)
         assert mine.keys() == ["a", "b", "c"]
         assert mine.offset_keys() == ["b", "a", "c"]
         assert mine.metadata() is None
@@ -59,7 +60,7 @@ def test_frameworks_and_backends(tmp_path: Path, framework: str, backend: str) -
 def test_numpy_gives_the_dtypes_it_has(tmp_path: Path, dtype: str) -> None:
     path = tmp_path / "x.safetensors"
     write_file(path, {"w": (dtype, (2, 4))})
-    reference = safetensors.safe_open(path, "np")
+    reference: Any = safetensors.safe_open(path, "np")
     with safe_open(path, "np") as mine:
         try:
             expected = reference.get_tensor("w")

@@ -14,10 +14,18 @@ from loadstone.errors import ChangedError
 from loadstone.loader import memory, residency
 from loadstone.loader.local import LocalBlob, LocalSource
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.residency import WINDOW, Residency, Window
+from loadstone.loader.residency import Residency, Window
 from loadstone.loader.source import Span
 
 MIB = 1024 * 1024
+WINDOW = 2 * MIB
+
+
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in smaller pieces than usual, so that small files have many of them."""
+    monkeypatch.setattr(residency, "WINDOW", WINDOW)
+    monkeypatch.setattr(residency, "_SCRATCH", MIB)
 
 
 def cold_file(folder: Path, size: int, name: str = "data") -> Path:
@@ -33,16 +41,16 @@ def cold_file(folder: Path, size: int, name: str = "data") -> Path:
 
 
 def test_brings_what_was_asked_for_and_little_else(tmp_path: Path) -> None:
-    path = cold_file(tmp_path, 48 * MIB)
+    path = cold_file(tmp_path, 24 * MIB)
     source = LocalSource(str(tmp_path))
     blob = source.open(["data"])["data"]
     assert isinstance(blob, LocalBlob)
-    handle = source.prefetch([Span(blob, ByteRange(6 * MIB, 26 * MIB))])
+    handle = source.prefetch([Span(blob, ByteRange(3 * MIB, 13 * MIB))])
     assert handle.wait(60)
     assert handle.done()
-    assert handle.progress().ready == handle.progress().total == 20 * MIB
+    assert handle.progress().ready == handle.progress().total == 10 * MIB
     assert handle.progress().moved == 0
-    assert 20 * MIB <= resident(path) <= 22 * MIB
+    assert 10 * MIB <= resident(path) <= 11 * MIB
     source.close()
 
 
@@ -75,9 +83,14 @@ def test_a_slow_first_window_turns_to_sequential_reads(
     blob = LocalBlob(str(path))
     reads: list[int] = []
     read_into = blob.read_into
+
+    def recorded(at: int, into: memoryview) -> None:
+        reads.append(at)
+        read_into(at, into)
+
     monkeypatch.setattr(residency, "THREADS", 1)
     monkeypatch.setattr(residency, "SLOW", 1 << 62)  # every disk is slower than that
-    monkeypatch.setattr(blob, "read_into", lambda at, into: (reads.append(at), read_into(at, into)))
+    monkeypatch.setattr(blob, "read_into", recorded)
     assert Residency([Window(blob, ByteRange(0, 6 * WINDOW))]).wait(60)
     assert min(reads) == WINDOW  # the first window was populated, all others read
     assert sum(1 for at in reads if at % WINDOW == 0) == 5

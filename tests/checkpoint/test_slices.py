@@ -3,6 +3,7 @@
 import math
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,9 @@ BLOCK = 64 * 1024
 
 
 @st.composite
-def shapes_and_indices(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[object, ...]]:
+def shapes_and_indices(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
-    items: list[object] = []
+    items: list[Any] = []
     for length in shape[: draw(st.integers(0, len(shape)))]:
         bound = st.none() | st.integers(-length - 2, length + 2)
         piece = st.builds(slice, bound, bound, st.none() | st.integers(1, 3))
@@ -39,7 +40,7 @@ def shapes_and_indices(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[object, 
 @settings(max_examples=400, deadline=None)
 @given(case=shapes_and_indices(), gap=st.sampled_from([0, 8, 40, slices.GAP]))
 def test_plan_holds_what_is_needed_and_no_longer_gap(
-    case: tuple[tuple[int, ...], tuple[object, ...]], gap: int
+    case: tuple[tuple[int, ...], tuple[Any, ...]], gap: int
 ) -> None:
     shape, index = case
     whole = torch.arange(math.prod(shape)).view(shape)
