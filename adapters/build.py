@@ -337,10 +337,13 @@ class _Builder:
                 f" {max(rows, default=0)}, the base {self.base.name} has {list(weight)}"
             )
         update = TokenRows(rows, self.contents.tensor(key.text))
-        self.built.add(module, update)
-        for twin in self._twins(f"{module}.weight"):
-            if twin not in self.rows:
-                self.built.add(twin, update)
+        twins = [twin for twin in self._twins(f"{module}.weight") if twin not in self.rows]
+        for place in (module, *twins):
+            if place in self.built.updates:
+                raise AdapterUnsupportedError(
+                    f"{self.where}: module {place!r} has rows of tokens and another update; only one is applied"
+                )
+            self.built.add(place, update)
 
     def _twins(self, name: str) -> Iterator[str]:
         """Yield the modules whose weight is tied to the parameter ``name``."""

@@ -82,7 +82,7 @@ class Roots:
         return [
             _place(root, name)
             for root in self._roots
-            if not root.is_local or stat.S_ISREG(_mode(f"{root.path}/{name}/{_FILES[0]}"))
+            if not root.is_local or stat.S_ISDIR(_mode(f"{root.path}/{name}"))
         ]
 
     def place(self, location: str | os.PathLike[str]) -> list[Place]:

@@ -4,8 +4,8 @@
 each object, ``leases`` and ``opens`` carry locks and no bytes. There is no index and no daemon: what is on
 the disk is the truth, and death at any instant leaves nothing to repair but drafts to sweep away.
 
-A folder that cannot be used, or has no room, is no failure: objects then live in the process's own memory,
-and one warning says why.
+A folder that cannot be used, or has no room, is no failure: objects then live in memory (see `arena`), and
+one warning says why.
 
 Ownership: a `NodeCache` is used by all threads; ``_lock`` guards what it remembers of the room that is left.
 """
@@ -18,66 +18,28 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from loadstone.errors import CacheError
 from loadstone.loader import blobfolder
+from loadstone.loader.arena import PREFIX, Arena, adopt
 from loadstone.loader.blob import StoredBlob
+from loadstone.loader.cachelist import CacheEntry, Removal
 from loadstone.loader.filesystem import free_bytes, refusal
 from loadstone.loader.forks import renew_in_child
-from loadstone.loader.leases import shared_leases
-from loadstone.loader.locks import close_own, open_own, pauses, try_lock
+from loadstone.loader.leases import Leases, shared_leases
+from loadstone.loader.locks import close_own, open_own, wait_for_turn
 from loadstone.loader.notices import warn_once
 from loadstone.loader.places import FolderPlace, GoneError
-from loadstone.loader.ranges import BLOCK
 from loadstone.loader.sealing import Sealer
 from loadstone.loader.stores import Version
 from loadstone.settings import Settings
 
+__all__ = ["CacheEntry", "NodeCache", "Removal"]
+
 _EVICTION_SECONDS = 10.0
 _KEY_LENGTH = 64
 _COUNT_SECONDS = 2.0  # for so long, a count of what the folder holds is relied on
-
-
-@dataclass(frozen=True, slots=True)
-class CacheEntry:
-    """One blob of the node cache.
-
-    Attributes
-    ----------
-    key : str
-        Its folder's name.
-    location : str
-        The object it holds.
-    size, stored : int
-        Bytes of the object, and how many of them have arrived.
-    allocated : int
-        Bytes it takes on the disk.
-    sealed : bool
-        It is complete, and survives a power cut.
-    last_use : float
-        Seconds since the epoch.
-    pids : tuple
-        The processes that use it now.
-    """
-
-    key: str
-    location: str
-    size: int
-    stored: int
-    allocated: int
-    sealed: bool
-    last_use: float
-    pids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Removal:
-    """What was removed from the node cache, and what was not because it is in use."""
-
-    removed: tuple[CacheEntry, ...]
-    in_use: tuple[CacheEntry, ...]
 
 
 class NodeCache:
@@ -97,9 +59,26 @@ class NodeCache:
         renew_in_child(self)
         self.folder: Path | None = None
         self.problem = ""
-        path = settings.cache_path
-        if path is None:
-            return
+        self._arena: Arena | None = None
+        self._leases: Leases | None = None
+        if settings.cache_dir.startswith(PREFIX):
+            self._join(settings.cache_dir)
+        elif settings.cache_path is not None:
+            self._use(settings.cache_path)
+        if self.folder is None and self._arena is None:
+            with suppress(CacheError):  # without shared memory, memory of this process will do
+                self._arena = Arena()
+        if self._arena is not None:
+            self._leases = self._arena.leases
+
+    def _join(self, address: str) -> None:
+        try:
+            self._arena = adopt(address)
+        except CacheError as error:
+            self.problem = f"{error}; fetched bytes stay in memory"
+            warn_once(self.problem)
+
+    def _use(self, path: Path) -> None:
         reason = refusal(path)
         try:
             if reason is None:
@@ -127,10 +106,12 @@ class NodeCache:
         version : Version
             A pinned version. Any other is kept in memory, like everything when the folder is of no use.
         """
-        if self.folder is None or not version.pinned or version.size == 0:
+        if not version.pinned or version.size == 0:
             return StoredBlob(name, version.size)
+        if self.folder is None:
+            return self._in_arena(name, _key(identity, version), version.size)
         key = _key(identity, version)
-        if not self._leases.take(key, _EVICTION_SECONDS):
+        if not self._leased.take(key, _EVICTION_SECONDS):
             return self._in_memory(name, version, "it is being evicted at the same time, again and again")
         folder = self.folder / "blobs" / key
         try:
@@ -141,18 +122,22 @@ class NodeCache:
                 version.size,
                 place,
                 on_complete=lambda: self._sealer.add(folder),
-                on_close=lambda: self._leases.drop(key),
+                on_close=lambda: self._leased.drop(key),
             )
         except (OSError, CacheError) as error:
-            self._leases.drop(key)
+            self._leased.drop(key)
             return self._in_memory(name, version, str(error))
 
     def holds(self, identity: str, version: Version) -> bool:
         """Say whether a blob of that version is here, complete or not."""
+        if self._arena is not None:
+            return self._arena.holds(_key(identity, version))
         return self.folder is not None and (self.folder / "blobs" / _key(identity, version)).is_dir()
 
     def ref(self, identity: str) -> Version | None:
         """Return the version that an object last had, as far as this node knows."""
+        if self._arena is not None:
+            return self._arena.ref(identity)
         if self.folder is None:
             return None
         try:
@@ -163,7 +148,12 @@ class NodeCache:
 
     def set_ref(self, identity: str, version: Version) -> None:
         """Remember the version that an object has now."""
-        if self.folder is None or not version.pinned:
+        if not version.pinned:
+            return
+        if self._arena is not None:
+            with suppress(CacheError):  # it will be asked for again, that is all
+                self._arena.set_ref(identity, version)
+        if self.folder is None:
             return
         path = self._ref_path(identity)
         draft = path.with_name(f"tmp-{secrets.token_hex(8)}")
@@ -177,17 +167,17 @@ class NodeCache:
 
         One that takes longer than ``Settings.stall_timeout`` is no longer waited for: both then look.
         """
+        seconds = self._settings.stall_timeout
+        if self._arena is not None:
+            with self._arena.opening(identity, seconds):
+                yield
+            return
         if self.folder is None:
             yield
             return
-        number = int(hashlib.sha256(identity.encode()).hexdigest()[:15], 16)
         fd = open_own(self.folder / "opens", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
-            deadline = time.monotonic() + self._settings.stall_timeout
-            for pause in pauses():
-                if try_lock(fd, number, 1) or time.monotonic() > deadline:
-                    break
-                time.sleep(pause)
+            wait_for_turn(fd, int(hashlib.sha256(identity.encode()).hexdigest()[:15], 16), seconds)
             yield
         finally:
             close_own(fd)
@@ -242,17 +232,17 @@ class NodeCache:
 
     def begin_demand(self) -> None:
         """Tell other processes that a thread of this one is blocked on bytes."""
-        if self.folder is not None:
+        if self._leases is not None:
             self._leases.begin_demand()
 
     def end_demand(self) -> None:
         """Undo one `begin_demand`."""
-        if self.folder is not None:
+        if self._leases is not None:
             self._leases.end_demand()
 
     def foreign_demand(self) -> bool:
         """Say whether a thread of another process is blocked on bytes."""
-        return self.folder is not None and self._leases.foreign_demand()
+        return self._leases is not None and self._leases.foreign_demand()
 
     def settle(self, timeout: float | None = None) -> bool:
         """Wait until complete blobs are sealed; ``False`` when ``timeout`` seconds went by first."""
@@ -261,6 +251,19 @@ class NodeCache:
     def reset_in_child(self) -> None:
         """Renew the lock."""
         self._lock = threading.Lock()
+
+    @property
+    def _leased(self) -> Leases:
+        assert self._leases is not None
+        return self._leases
+
+    def _in_arena(self, name: str, key: str, size: int) -> StoredBlob:
+        if self._arena is not None:
+            try:
+                return self._arena.blob(name, key, size)
+            except (OSError, CacheError) as error:
+                warn_once(f"{name} is kept in memory of this process alone: {error}", "arena")
+        return StoredBlob(name, size)
 
     def _in_memory(self, name: str, version: Version, reason: str) -> StoredBlob:
         warn_once(f"{name} is kept in memory and not in the node cache: {reason}", str(self.folder))
@@ -282,13 +285,13 @@ class NodeCache:
 
     def _replace(self, folder: Path, key: str, meta: blobfolder.Meta, host: blobfolder.Host) -> None:
         """Drop a blob that cannot be trusted; the caller's own lease is lifted meanwhile."""
-        self._leases.drop(key)
+        self._leased.drop(key)
         try:
-            with self._leases.alone(key) as nobody:
+            with self._leased.alone(key) as nobody:
                 if nobody and not blobfolder.trusted(folder, meta, host):
                     blobfolder.drop(folder)
         finally:
-            if not self._leases.take(key, _EVICTION_SECONDS):
+            if not self._leased.take(key, _EVICTION_SECONDS):
                 raise GoneError(f"{folder} is being replaced by another process, again and again")
         if folder.is_dir() and not blobfolder.trusted(folder, meta, host):
             raise GoneError(f"{folder} is damaged and in use; stop the processes that use it")
@@ -325,32 +328,10 @@ class NodeCache:
 
     def _evict(self, entry: CacheEntry) -> bool:
         assert self.folder is not None
-        with self._leases.alone(entry.key) as nobody:
+        with self._leased.alone(entry.key) as nobody:
             if nobody:
                 blobfolder.drop(self.folder / "blobs" / entry.key)
             return nobody
-
-    def _entry(self, folder: Path) -> CacheEntry | None:
-        meta = blobfolder.read_meta(folder)
-        marks = b""
-        try:
-            allocated = sum(path.lstat().st_blocks * 512 for path in folder.iterdir())
-            last_use = folder.lstat().st_mtime
-            with suppress(FileNotFoundError):
-                marks = (folder / "map").read_bytes()
-                last_use = (folder / "meta.json").lstat().st_mtime
-        except OSError:
-            return None
-        return CacheEntry(
-            key=folder.name,
-            location=meta.location if meta else "(damaged)",
-            size=meta.size if meta else 0,
-            stored=min(meta.size, marks.count(1) * BLOCK) if meta else 0,
-            allocated=allocated,
-            sealed=blobfolder.is_sealed(folder),
-            last_use=last_use,
-            pids=tuple(self._leases.users(folder.name)),
-        )
 
     def _sweep(self) -> None:
         """Remove what dead processes left half made or half removed."""
@@ -361,7 +342,7 @@ class NodeCache:
                 if kind == "gone":
                     blobfolder.drop(path)
                 elif kind == "tmp":
-                    with self._leases.alone(rest[:_KEY_LENGTH]) as nobody:
+                    with self._leased.alone(rest[:_KEY_LENGTH]) as nobody:
                         if nobody:
                             blobfolder.drop(path)
 

@@ -14,7 +14,6 @@ import select
 import socket
 import ssl
 import time
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -216,6 +215,8 @@ def _proxy(origin: Origin) -> SplitResult | None:
     """Return the proxy the environment names for ``origin``; never one for this machine itself."""
     if origin.host in _LOOPBACK or origin.host.startswith("127."):
         return None
+    import urllib.request  # noqa: PLC0415  a hundredth of a second, which this machine's own servers do not cost
+
     url = urllib.request.getproxies().get(origin.scheme)
     if not url or urllib.request.proxy_bypass(f"{origin.host}:{origin.port}"):
         return None

@@ -14,7 +14,7 @@ child takes its own leases on first use, through a description of its own.
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,12 +31,12 @@ class Leases:
 
     Parameters
     ----------
-    path : Path
-        The file that carries the locks; it is created, and stays empty.
+    reopen : Callable
+        Opens the file that carries the locks, by `open_own`; nothing is written to it.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, reopen: Callable[[], int]) -> None:
+        self._open = reopen
         self._lock = threading.Lock()
         self._counts: dict[int, int] = {}
         self._fd = -1
@@ -107,9 +107,6 @@ class Leases:
             close_own(self._fd)
             self._fd = -1
 
-    def _open(self) -> int:
-        return open_own(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-
     def _description(self) -> int:
         if self._fd < 0:
             self._fd = self._open()
@@ -156,5 +153,5 @@ def shared_leases(path: Path) -> Leases:
     path = path.absolute()
     found = _shared.get(path)
     if found is None or not found.current():
-        found = _shared[path] = Leases(path)
+        found = _shared[path] = Leases(lambda: open_own(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW))
     return found

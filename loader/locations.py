@@ -19,7 +19,7 @@ from loadstone.errors import LocationError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _PATH_SAFE = "/~!$&'()*+,;=:@-._"
 """Characters a URL path may hold as they are; the rest is percent-encoded."""
 

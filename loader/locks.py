@@ -15,6 +15,7 @@ import fcntl
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterator
 
 from loadstone.errors import CacheError
@@ -92,3 +93,15 @@ def pauses() -> Iterator[float]:
     while True:
         yield pause
         pause = min(pause * 1.5, _LONGEST)
+
+
+def wait_for_turn(fd: int, start: int, seconds: float) -> bool:
+    """Lock one byte through the description ``fd``; ``False`` when another had it for all of ``seconds``."""
+    deadline = time.monotonic() + seconds
+    for pause in pauses():
+        if try_lock(fd, start, 1):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+    return False

@@ -8,11 +8,10 @@ import re
 import threading
 from collections.abc import Mapping
 from urllib.parse import quote, urlsplit
-from xml.sax.saxutils import unescape
 
 from loadstone.errors import AccessError, LocationError, SettingsError, TransferError
 from loadstone.loader.access import HttpObject
-from loadstone.loader.answers import Refusal
+from loadstone.loader.answers import Refusal, xml_text
 from loadstone.loader.exchange import Pool, Request
 from loadstone.loader.locations import Location, check_name
 from loadstone.loader.signing import AwsSession, S3Options, sign
@@ -166,7 +165,7 @@ class S3Store:
                 # Reading objects and listing them are separate permissions: objects may still be readable.
                 return None
             keys = [
-                _plain(key)
+                xml_text(key)
                 for key in re.findall(r"<Contents>.*?<Key>([^<]*)</Key>.*?</Contents>", page, re.DOTALL)
             ]
             found += [key[len(prefix) :] for key in keys if key.startswith(prefix)]
@@ -177,9 +176,9 @@ class S3Store:
             more = re.search(r"<NextContinuationToken>([^<]*)<", page)
             if more is None or "<IsTruncated>true<" not in page:
                 return tuple(name for name in found if name and "/" not in name)
-            if _plain(more[1]) == token:
+            if xml_text(more[1]) == token:
                 raise TransferError(f"{self.name}: the listing repeats itself; check the store")
-            token = _plain(more[1])
+            token = xml_text(more[1])
 
     def close(self) -> None:
         """Drop every connection."""
@@ -198,14 +197,6 @@ class S3Store:
                 f"{self.name}: the answer to a listing is not one; is the endpoint an S3 server?"
             )
         return text
-
-
-def _plain(text: str) -> str:
-    return re.sub(
-        r"&#(x?)([0-9a-fA-F]+);",
-        lambda match: chr(int(match[2], 16 if match[1] else 10)),
-        unescape(text, {"&quot;": '"', "&apos;": "'"}),
-    )
 
 
 def _check_endpoint(endpoint: str) -> None:

@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from loadstone.errors import (
     AdapterError,
+    AdapterLoadedError,
     AdapterNotFoundError,
     BindError,
     GenerationError,
@@ -60,25 +62,38 @@ class Job:
 
     Attributes
     ----------
+    id : str
+        Names it, in answers and where it holds an adapter.
     prompt_tokens : int
         Tokens of all its prompts.
     version : str or None
         Identifies the content of the adapter that answers.
+    over : bool
+        It has ended, one way or another; the engine thread lets go of it.
     """
 
     def __init__(self, engine: "Engine", plans: Sequence[AnswerPlan], sink: Sink) -> None:
+        self.id = f"cmpl-{uuid.uuid4().hex}"
         self.prompt_tokens = 0
         self.version: str | None = None
         self._engine = engine
-        self.sink = sink
+        self._sink = sink
         self.left = len(plans)
         self.over = False
         self.row: LeasedVersion | None = None
         self.leases = ExitStack()
 
     def cancel(self) -> None:
-        """Stop working on it, from any thread; no more pieces come."""
+        """Stop working on it, from any thread."""
         self._engine.cancel(self)
+
+    def give(self, piece: Piece | LoadstoneError) -> None:
+        """Hand a piece, or the error that ends it, to whoever asked. For the engine thread."""
+        try:
+            self._sink(piece)
+        except Exception:
+            _log.exception("the receiver of an answer failed; its request is dropped")
+            self.over = True
 
 
 @dataclass(slots=True)
@@ -224,7 +239,10 @@ class Engine:
             raise RequestError(f"{name!r} is the base model's name; choose another", "lora_name")
         began = time.perf_counter()
         before = {status.name: status.digest for status in pool.list()}
-        status = pool.load(name, location, replace=replace)
+        try:
+            status = pool.load(name, location, replace=replace)
+        except AdapterLoadedError as error:
+            raise RequestError(f"{error} with load_inplace", "load_inplace") from error
         return AdapterLoad(
             name=status.name,
             version=status.digest,
@@ -266,7 +284,7 @@ class Engine:
         if model == self.name:
             return
         try:
-            lease = job.leases.enter_context(loaded.pool.lease([model]))
+            lease = job.leases.enter_context(loaded.pool.lease([model], label=job.id))
         except AdapterError as error:
             # Not found, or not even a name that an adapter could have; a broken adapter is told as such.
             if isinstance(error, AdapterNotFoundError) or type(error) is AdapterError:
@@ -346,13 +364,13 @@ class Engine:
                 piece = slot.answer.step(loaded.decoder)
         except Exception as error:  # noqa: BLE001  one request's failure must not end the others
             job.over = True
-            job.sink(_failure(error))
+            job.give(_failure(error))
             return
         if piece.finish is not None:
             slot.done = True
             job.left -= 1
             job.over = job.left == 0
-        job.sink(piece)
+        job.give(piece)
 
     def _end_all(self) -> None:
         with self._wake:
@@ -361,7 +379,7 @@ class Engine:
             self._wake.notify_all()
         for job in jobs:
             job.over = True
-            job.sink(NotReadyError("the service is stopping; send the request again, elsewhere or later"))
+            job.give(NotReadyError("the service is stopping; send the request again, elsewhere or later"))
             job.leases.close()
 
 

@@ -5,7 +5,9 @@ what the load did and cost. Loading what is loaded already succeeds and does not
 name in use needs ``load_inplace``, as in vLLM. Running requests finish on the version they began with.
 """
 
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, Request
@@ -56,6 +58,11 @@ def adapter_routes(engine: Engine, settings: Settings, *, local_only: bool) -> A
         if not _wants_json(request):
             return PlainTextResponse(message)
         return JSONResponse({"lora_name": body.lora_name, "message": message})
+
+    @router.get("/v1/loadstone/adapters")
+    async def adapters() -> list[dict[str, Any]]:
+        """List every adapter that is known, with its state, size, uses and who holds it."""
+        return [asdict(status) for status in engine.loaded().pool.list()]
 
     return router
 

@@ -7,12 +7,11 @@ also by a client that hangs up, its job is cancelled, so that nothing is compute
 import asyncio
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.concurrency import run_in_threadpool
 from starlette.types import Receive, Scope, Send
 
 from loadstone.errors import LoadstoneError
@@ -21,16 +20,22 @@ from loadstone.server.problems import describe
 from loadstone.server.schema import Choice, CompletionRequest, CompletionResponse, Logprobs, Usage
 from loadstone.server.work import Piece, TokenLogprob
 
+_SIDE_BY_SIDE = 16
+"""Requests that are checked, and whose adapters are fetched, at a time."""
+
 
 def completion_routes(engine: Engine) -> APIRouter:
     """Return the route that answers prompts."""
     router = APIRouter()
+    # Fetching an adapter on demand may take long: it must not keep requests to the base from a thread.
+    for_base, for_adapters = CapacityLimiter(_SIDE_BY_SIDE), CapacityLimiter(_SIDE_BY_SIDE)
 
     @router.post("/v1/completions", response_model=CompletionResponse)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts with the base or one of its adapters."""
         feed = Feed()
-        job = await run_in_threadpool(engine.submit, body.to_completion(), feed.put)
+        limiter = for_base if body.model == engine.name else for_adapters
+        job = await to_thread.run_sync(engine.submit, body.to_completion(), feed.put, limiter=limiter)
         reply = Reply(body, job, feed)
         if body.stream:
             return EventStream(reply.events(), job)
@@ -71,7 +76,6 @@ class Reply:
         self.job = job
         self._count = len(body.prompt) * body.n
         self._made = 0
-        self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
     async def whole(self) -> CompletionResponse:
@@ -122,7 +126,7 @@ class Reply:
 
     def _response(self, choices: list[Choice], usage: Usage | None = None) -> CompletionResponse:
         return CompletionResponse(
-            id=self._id,
+            id=self.job.id,
             created=self._created,
             model=self._body.model,
             choices=choices,

@@ -89,6 +89,9 @@ def _serve(
             f"the service needs {error.name}; install it with: pip install 'loadstone[serve]'"
         ) from error
 
+    if engine.state == "failed":
+        return
+
     def listening() -> None:
         engine.startup.timeline.mark("listening")
         engine.startup.release()

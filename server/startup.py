@@ -108,6 +108,7 @@ class Startup:
                 f"the service needs {error.name}; install it with: pip install 'loadstone[serve]'"
             ) from error
         self.timeline.mark("imported")
+        self._check_open()
         self.stage = "building the model"
         loaded = assemble.assemble(checkpoint, self._roots, self._settings, self._storage_options)
         self.timeline.mark("model_built")
@@ -132,11 +133,17 @@ class Startup:
         )
         with self._lock:
             self._checkpoint = checkpoint
-            closed = self._closed
-        if closed:
+        try:
+            self._check_open()
+        except ClosedError:
             checkpoint.close()
-            raise ClosedError(f"{self.where}: the service was stopped while it started")
+            raise
         return checkpoint
+
+    def _check_open(self) -> None:
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"{self.where}: the service was stopped while it started")
 
     def _watch(self, checkpoint: Checkpoint, prefetch: Prefetch) -> None:
         try:

@@ -110,6 +110,11 @@ class Settings:
                 values[setting.name] = _parse(variable, text, type(setting.default))
         return cls(**values)  # type: ignore[arg-type]
 
+    def environment(self) -> dict[str, str]:
+        """Return this process's environment, with the variables that give a child the same settings."""
+        own = {f"LOADSTONE_{setting.name.upper()}": str(getattr(self, setting.name)) for setting in fields(self)}
+        return {**os.environ, **own}
+
     @property
     def cache_path(self) -> Path | None:
         """The node cache's folder, or ``None`` when it is switched off."""

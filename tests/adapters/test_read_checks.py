@@ -362,6 +362,9 @@ def test_rows_of_tokens(tmp_path: Path, base: Path) -> None:
     refuse(
         AdapterFormatError, "does not name", with_tensors(tmp_path, rows, trainable_token_indices=named), base
     )
+    both = {**rows, f"{PREFIX}model.embed_tokens.weight": torch.ones(16, 8)}
+    config = {"trainable_token_indices": [1, 2], "modules_to_save": ["embed_tokens"]}
+    refuse(AdapterUnsupportedError, "another update", with_tensors(tmp_path, both, **config), base)
     missing = {"embed_tokens": [1, 2], "lm_head": [1, 2]}
     refuse(
         AdapterFormatError, "'lm_head'", with_tensors(tmp_path, rows, trainable_token_indices=missing), base

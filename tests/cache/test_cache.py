@@ -16,6 +16,7 @@ from loadstone.loader import blobfolder, notices
 from loadstone.loader.blob import StoredBlob
 from loadstone.loader.cache import NodeCache
 from loadstone.loader.leases import Leases
+from loadstone.loader.locks import open_own
 from loadstone.loader.ranges import BLOCK, ByteRange
 from loadstone.loader.sealing import Sealer
 from loadstone.loader.stores import Version
@@ -37,6 +38,10 @@ def _warnings_are_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def new_cache(folder: Path, cache_bytes: int = 0) -> NodeCache:
     return NodeCache(Settings(cache_dir=str(folder), cache_bytes=cache_bytes))
+
+
+def leases_at(path: Path) -> Leases:
+    return Leases(lambda: open_own(path, os.O_RDWR | os.O_CREAT))
 
 
 def fill(blob: StoredBlob, blocks: int = 10) -> None:
@@ -327,11 +332,11 @@ def test_a_cache_folder_removed_under_a_running_process(folder: Path) -> None:
 
 
 def test_users_are_known_by_pid_and_forgotten_at_death(tmp_path: Path) -> None:
-    leases = Leases(tmp_path / "leases")
+    leases = leases_at(tmp_path / "leases")
     key = "ab" * 32
     program = (
-        "import sys, pathlib; from loadstone.loader.leases import Leases\n"
-        "leases = Leases(pathlib.Path(sys.argv[1])); assert leases.take(sys.argv[2], 1)\n"
+        "import sys; from loadstone.loader.leases import Leases; from loadstone.loader.locks import open_own\n"
+        "leases = Leases(lambda: open_own(sys.argv[1], 66)); assert leases.take(sys.argv[2], 1)\n"
         "leases.begin_demand(); print('ready', flush=True); sys.stdin.read()"
     )
     others = [
@@ -370,7 +375,8 @@ def test_a_child_holds_leases_of_its_own(tmp_path: Path) -> None:
     program = """
 import os, pathlib, sys, time
 from loadstone.loader.leases import Leases
-path, key = pathlib.Path(sys.argv[1]), "ab" * 32
+from loadstone.loader.locks import open_own
+path, key = lambda: open_own(sys.argv[1], os.O_RDWR | os.O_CREAT), "ab" * 32
 leases = Leases(path)
 assert leases.take(key, 1)
 child = os.fork()

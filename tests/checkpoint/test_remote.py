@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,12 +40,12 @@ def bert(traffic: Traffic) -> Iterator[str]:
 
 
 @pytest.fixture
-def reference() -> Iterator[safe_open]:
+def reference() -> Iterator[Any]:
     with safe_open(minilm() / "model.safetensors", "pt") as file:
         yield file
 
 
-def test_web_folder_equals_safetensors(bert: str, settings: Settings, reference: safe_open) -> None:
+def test_web_folder_equals_safetensors(bert: str, settings: Settings, reference: Any) -> None:
     with loadstone.open(bert, settings=settings) as ckpt:
         assert sorted(ckpt) == reference.keys()
         config = ckpt.config()
@@ -57,7 +58,7 @@ def test_web_folder_equals_safetensors(bert: str, settings: Settings, reference:
             ckpt.read_file("nope.json")
 
 
-def test_s3_equals_safetensors(seaweed: Seaweed, settings: Settings, reference: safe_open) -> None:
+def test_s3_equals_safetensors(seaweed: Seaweed, settings: Settings, reference: Any) -> None:
     seaweed.upload(minilm(), "checkpoint/bert")
     where = f"s3://{BUCKET}/checkpoint/bert"
     for location in (where, f"{where}/model.safetensors"):
@@ -93,12 +94,12 @@ def test_only_what_is_needed_moves(bert: str, settings: Settings, traffic: Traff
     assert traffic.sent["model.safetensors"] - before == moved  # nor for another checkpoint of this node
 
 
-def test_without_a_cache_folder(bert: str, reference: safe_open) -> None:
+def test_without_a_cache_folder(bert: str, reference: Any) -> None:
     with loadstone.open(f"{bert}/model.safetensors", cache=None) as ckpt:
         assert torch.equal(ckpt[WORDS], reference.get_tensor(WORDS))
 
 
-def test_a_cache_of_its_own(bert: str, tmp_path: Path, reference: safe_open) -> None:
+def test_a_cache_of_its_own(bert: str, tmp_path: Path, reference: Any) -> None:
     name = "pooler.dense.weight"
     with loadstone.open(bert, cache=tmp_path / "mine") as ckpt:
         assert torch.equal(ckpt[name], reference.get_tensor(name))

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,30 @@ def test_a_running_answer_keeps_the_version_it_began_with(service: Service, root
     after = service.http.post("/v1/completions", json=body).json()
     assert after["choices"][0]["text"] != text
     assert after["system_fingerprint"] != expected["system_fingerprint"]
+
+
+def test_while_an_adapter_is_swapped_every_answer_is_all_old_or_all_new(
+    service: Service, base: Path, root: Path, moving: Path
+) -> None:
+    contents = [root / "a1", root / "a2"]
+    allowed = {reference(base, PROMPT, folder) for folder in contents}
+    service.load("moving", moving)
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(service.say, "moving", PROMPT) for _ in range(48)]
+        for turn in range(8):
+            _publish(contents[(turn + 1) % 2], moving)
+            assert service.load("moving", moving, load_inplace=True).status_code == 200
+    assert {answer.result() for answer in answers} == allowed
+
+
+def test_all_that_is_known_is_listed(service: Service, root: Path) -> None:
+    service.load("a1", root / "a1")
+    service.load("broken", root / "nothing-here")
+    listed = {status["name"]: status for status in service.http.get("/v1/loadstone/adapters").json()}
+    assert listed["a1"]["state"] == "ready"
+    assert listed["broken"]["state"] == "failed"
+    assert "nothing-here" in listed["broken"]["error"]
+    check_error(service.http.get("/v1/loadstone/adapters", headers={"Origin": "https://evil.example"}), 403)
 
 
 def test_unload_waits_for_running_answers_and_takes_no_new_ones(service: Service, root: Path) -> None:

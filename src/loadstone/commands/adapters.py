@@ -1,0 +1,109 @@
+"""``loadstone adapters …``: a small client of a running service, and the offline check."""
+
+import argparse
+import http.client
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from loadstone.commands.common import print_json, settings_of, storage_options_of
+from loadstone.display import human_bytes
+from loadstone.errors import RequestError, TransferError
+from loadstone.settings import Settings
+
+TIMEOUT = 600.0
+"""Seconds: a load may have to fetch the adapter from a slow store first."""
+
+
+def call(url: str, body: dict[str, object] | None = None) -> Any:  # noqa: ANN401  whatever JSON the service sends
+    """Send a request to a service as JSON and return the answer, decoded; POST when there is a body.
+
+    Raises
+    ------
+    RequestError
+        The service refused; the message is its own.
+    TransferError
+        Nothing answers there.
+    """
+    headers = {"Accept": "application/json", "Content-Type": "application/json"}
+    token = Settings.from_env().admin_token
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    if not url.startswith(("http://", "https://")):
+        raise RequestError(f"{url!r} is not the URL of a service; it begins with http:// or https://")
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data=data, headers=headers)  # noqa: S310  checked just above
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:  # noqa: S310
+            return _decode(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            answer = _decode(error.read())
+        text = answer["error"]["message"] if isinstance(answer, dict) and "error" in answer else str(answer)
+        raise RequestError(text) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise TransferError(f"no service answers at {url}: {error}; is `loadstone serve` running there?") from None
+
+
+def _decode(body: bytes) -> Any:  # noqa: ANN401
+    try:
+        return json.loads(body)
+    except ValueError:
+        return body.decode(errors="replace")
+
+
+def load(args: argparse.Namespace) -> int:
+    """Load an adapter into a running service."""
+    body = {"lora_name": args.name, "lora_path": args.path or args.name}
+    _say(args, call(f"{args.url}/v1/load_lora_adapter", body))
+    return 0
+
+
+def unload(args: argparse.Namespace) -> int:
+    """Unload an adapter from a running service."""
+    _say(args, call(f"{args.url}/v1/unload_lora_adapter", {"lora_name": args.name}))
+    return 0
+
+
+def _say(args: argparse.Namespace, answer: Any) -> None:  # noqa: ANN401
+    if args.json or not isinstance(answer, dict):
+        print_json(answer) if args.json else print(answer)
+        return
+    print(answer.get("message", answer))
+
+
+def list_adapters(args: argparse.Namespace) -> int:
+    """List the models that a running service answers as."""
+    answer = call(f"{args.url}/v1/models")
+    if args.json:
+        print_json(answer)
+        return 0
+    for model in answer["data"]:
+        parent = f"  adapter of {model['parent']}" if model.get("parent") else "  base"
+        print(f"{model['id']}{parent}")
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    """Check an adapter against its base without a service; the exit status is 1 when it is refused."""
+    from loadstone.adapters.check import check_adapter  # noqa: PLC0415  imports torch; the other actions need none
+
+    report = check_adapter(
+        args.adapter,
+        base=args.base,
+        strict_base=args.strict_base,
+        storage_options=storage_options_of(args),
+        settings=settings_of(args),
+    )
+    if args.json:
+        print_json(report.to_json())
+    else:
+        for line in report.lines():
+            print(line)
+    return 0 if report.ok else 1
+
+
+def describe_cost(milliseconds: float, nbytes: int) -> str:
+    """Return what a load cost, in words."""
+    return f"{milliseconds:.0f} ms, {human_bytes(nbytes)}"

@@ -1,0 +1,88 @@
+"""``loadstone inspect`` and ``loadstone verify``."""
+
+import argparse
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
+
+from loadstone.commands.common import open_checkpoint, print_json
+from loadstone.display import human_bytes
+from loadstone.loader.checkpoint import Checkpoint
+from loadstone.loader.header import TensorInfo
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Show what a checkpoint holds, from its headers alone."""
+    with open_checkpoint(args) as checkpoint:
+        infos = [checkpoint.info(name) for name in checkpoint]
+        shown = [checkpoint.info(name) for name in checkpoint.match(args.tensors)] if args.tensors else []
+        if args.json:
+            print_json({**_summary(checkpoint, infos), "tensors": [_as_json(info) for info in shown or infos]})
+            return 0
+        _print_summary(checkpoint, infos)
+        if args.tensors:
+            _print_tensors(shown)
+    return 0
+
+
+def _summary(checkpoint: Checkpoint, infos: list[TensorInfo]) -> dict[str, object]:
+    files = Counter[str]()
+    dtypes = Counter[str]()
+    for info in infos:
+        files[info.file] += info.nbytes
+        dtypes[info.dtype] += info.nbytes
+    return {
+        "location": checkpoint.name,
+        "tensor_count": len(infos),
+        "bytes": sum(info.nbytes for info in infos),
+        "files": dict(files),
+        "dtypes": dict(dtypes),
+        "tied": dict(checkpoint.tied),
+        "fingerprint": checkpoint.fingerprint(),
+        "metadata": dict(checkpoint.metadata),
+    }
+
+
+def _as_json(info: TensorInfo) -> dict[str, object]:
+    return {
+        "name": info.name,
+        "dtype": info.dtype,
+        "shape": list(info.shape),
+        "bytes": info.nbytes,
+        "file": info.file,
+        "offset": info.offset,
+    }
+
+
+def _print_summary(checkpoint: Checkpoint, infos: list[TensorInfo]) -> None:
+    summary = _summary(checkpoint, infos)
+    print(checkpoint.name)
+    print(f"  {len(infos)} tensors, {human_bytes(sum(info.nbytes for info in infos))}")
+    for key in ("dtypes", "files"):
+        parts = summary[key]
+        assert isinstance(parts, dict)
+        print(f"  {key}: " + ", ".join(f"{name} {human_bytes(count)}" for name, count in parts.items()))
+    for alias, name in checkpoint.tied.items():
+        print(f"  tied: {alias} is {name}")
+    print(f"  fingerprint: {summary['fingerprint']}")
+
+
+def _print_tensors(infos: list[TensorInfo]) -> None:
+    table = Table("tensor", "dtype", "shape", "bytes", "file", box=None, pad_edge=False)
+    for info in infos:
+        shape = "×".join(map(str, info.shape)) or "scalar"
+        table.add_row(info.name, info.dtype, shape, human_bytes(info.nbytes), info.file)
+    Console().print(table)
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Check every byte against the digests known for it; fetch what is missing first."""
+    with open_checkpoint(args) as checkpoint:
+        report = checkpoint.verify()
+        if args.json:
+            print_json(report.to_json())
+            return 0
+        for line in report.lines():
+            print(line)
+    return 0

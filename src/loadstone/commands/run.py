@@ -1,0 +1,137 @@
+"""``loadstone run LOCATION -- CMD…``: the checkpoint is fetched while CMD starts.
+
+Ownership: the main thread starts CMD, waits for it and passes signals on; one thread of its own opens the
+checkpoint and starts the prefetch, whose workers belong to the loader. CMD is started at once, never after
+the opening. Signals: those that the terminal sends reach CMD directly, since both are in one process group;
+those that somebody sends to this process are passed on. As process 1 of a container it reaps orphans too.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from loadstone.commands.common import open_checkpoint, settings_of
+from loadstone.errors import LoadstoneError, RequestError
+
+if TYPE_CHECKING:
+    from loadstone.loader.checkpoint import Checkpoint
+
+_FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGQUIT)
+_FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start CMD and fetch for it; return CMD's exit status (128 + the signal's number when one ended it)."""
+    if not args.command:
+        raise RequestError("no command given; write: loadstone run LOCATION -- CMD…")
+    fetching = _Fetching(args)
+    fetching.start()
+    try:
+        child = _start(args.command, settings_of(args).environment())
+        fetching.stop_on_failure(child)
+        status = _wait(child)
+    finally:
+        fetching.close()
+    if fetching.error is not None:
+        print(f"error: {fetching.error}", file=sys.stderr)
+        return 1
+    return status if status >= 0 else 128 - status
+
+
+def _start(command: list[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+    try:
+        child = subprocess.Popen(command, env=environment)
+    except FileNotFoundError:
+        raise RequestError(f"{command[0]!r} is not a command on this machine; check its spelling and PATH") from None
+    except PermissionError:
+        raise RequestError(f"{command[0]!r} cannot be executed; check its permissions") from None
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        if number in _FROM_TERMINAL and _in_foreground():
+            return  # the terminal sent it to the whole process group: CMD has it already
+        child.send_signal(number)
+
+    # Handlers, not SIG_IGN: an ignored signal would stay ignored in CMD.
+    for number in _FORWARDED:
+        signal.signal(number, forward)
+    return child
+
+
+def _in_foreground() -> bool:
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError):
+        return False
+
+
+def _wait(child: "subprocess.Popen[bytes]") -> int:
+    if os.getpid() != 1:
+        return child.wait()
+    while child.returncode is None:
+        pid, status = os.waitpid(-1, 0)
+        if pid == child.pid:
+            child.returncode = os.waitstatus_to_exitcode(status)
+    return child.returncode
+
+
+class _Fetching(threading.Thread):
+    """Opens the checkpoint and prefetches all of it, beside CMD."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(name="loadstone-run", daemon=True)
+        self.error: LoadstoneError | None = None
+        self._args = args
+        self._lock = threading.Lock()
+        self._closed = False
+        self._checkpoint: Checkpoint | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> None:
+        """Open and prefetch. A location that cannot be opened ends CMD: it would fail on it later and darker."""
+        try:
+            checkpoint = open_checkpoint(self._args)
+            with self._lock:
+                self._checkpoint = checkpoint
+                if self._closed:
+                    checkpoint.close()
+                    return
+                prefetch = checkpoint.prefetch()
+        except LoadstoneError as error:
+            self._fail(error)
+            return
+        try:
+            prefetch.wait()
+        except LoadstoneError as error:
+            # CMD fetches for itself what is missing, and says so itself when it cannot.
+            if not self._closed:
+                print(f"warning: the prefetch stopped: {error}", file=sys.stderr)
+
+    def stop_on_failure(self, child: "subprocess.Popen[bytes]") -> None:
+        """Let a failure to open end ``child``."""
+        with self._lock:
+            self._child = child
+            failed = self.error is not None
+        if failed:
+            child.terminate()
+
+    def _fail(self, error: LoadstoneError) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self.error = error
+            child = self._child
+        if child is not None:
+            child.terminate()
+
+    def close(self) -> None:
+        """End the prefetch; nothing of it runs when this returns."""
+        with self._lock:
+            self._closed = True
+            checkpoint = self._checkpoint
+        if checkpoint is not None:
+            checkpoint.close()

@@ -1,0 +1,133 @@
+"""The commands as people and scripts meet them: output, JSON, one-line errors, exit statuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.tiny_model import write_tiny_checkpoint
+
+import loadstone
+from loadstone.cli import build_parser, main
+from loadstone.bench.link import Link
+from loadstone.fileserver import FileServer
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_tiny_checkpoint(tmp_path / "model")
+
+
+def test_the_public_surface_is_what_it_is() -> None:
+    assert loadstone.__all__ == ["Checkpoint", "LoadstoneError", "Settings", "__version__", "load_model", "open"]
+    assert all(hasattr(loadstone, name) for name in loadstone.__all__)
+
+
+def test_inspect_shows_dtypes_files_and_matching_tensors(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(checkpoint), "--tensors", "lm_head.*"]) == 0
+    out = capsys.readouterr().out
+    assert "9 tensors" in out or "10 tensors" in out
+    assert "lm_head.weight" in out
+    assert "F32" in out
+
+
+def test_inspect_json_describes_every_tensor(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(checkpoint), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    with loadstone.open(checkpoint) as ckpt:
+        assert [row["name"] for row in shown["tensors"]] == list(ckpt)
+        assert shown["bytes"] == ckpt.nbytes
+        assert shown["fingerprint"] == ckpt.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["inspect", "/no/such/folder"], "/no/such/folder"),
+        (["inspect", "gopher://x/y"], "gopher"),
+        (["adapters", "list", "--url", "http://127.0.0.1:9"], "no service answers"),
+        (["cache", "trim", "much"], "'much' is not a size"),
+        (["cache", "remove", "s3://nothing/here"], "nothing of s3://nothing/here is cached"),
+    ],
+)
+def test_a_failure_is_one_line_and_exit_status_1(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOADSTONE_CACHE_DIR", str(tmp_path / "cache"))
+    assert main(words) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_wrong_usage_is_exit_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["inspect"])
+    assert left.value.code == 2
+    assert "LOCATION" in capsys.readouterr().err
+
+
+def test_prefetch_then_list_status_trim(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = ["--cache", str(tmp_path / "cache")]
+    with FileServer(checkpoint, hook=(link := Link())) as server:
+        assert main(["status", server.url, *cache]) == 1
+        assert main(["prefetch", server.url, *cache]) == 0
+        capsys.readouterr()
+        assert main(["status", server.url, *cache, "--json"]) == 0
+        state = json.loads(capsys.readouterr().out)
+        assert state["complete"]
+        moved = link.bytes_sent
+        assert main(["prefetch", server.url, *cache]) == 0
+        assert link.bytes_sent == moved
+    capsys.readouterr()
+    assert main(["cache", "list", *cache, "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)["entries"]
+    shards = [entry for entry in entries if entry["location"].endswith(".safetensors")]
+    assert len(shards) == 2
+    assert all(entry["stored"] == entry["size"] for entry in shards)
+    assert main(["cache", "trim", "0", *cache]) == 0
+    assert main(["cache", "list", *cache, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.split("objects", 1)[-1].split("\n", 1)[1])["entries"] == []
+
+
+def test_prefetch_json_ends_with_a_done_event(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with FileServer(checkpoint, hook=(link := Link())) as server:
+        assert main(["prefetch", server.url, "lm_head.*", "--json", "--cache", str(tmp_path / "cache")]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["event"] for event in events][-2:] == ["progress", "done"]
+    assert events[-1]["bytes_ready"] == 64 * 32 * 4
+
+
+def test_prefetch_of_the_first_layer_leaves_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "model", layers=4)
+    assert main(["prefetch", str(folder), "--until", "first-layer"]) == 0
+    assert "4 tensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["prefetch"]])
+def test_reading_commands_import_neither_torch_nor_transformers(words: list[str], checkpoint: Path) -> None:
+    code = (
+        "import sys\nfrom loadstone.cli import main\n"
+        f"assert main([*{words!r}, {str(checkpoint)!r}]) == 0\n"
+        "heavy = {'torch', 'transformers', 's3fs', 'aiohttp', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = build_parser()
+    actions = [action for action in parser._actions if hasattr(action, "choices") and isinstance(action.choices, dict)]
+    names = set(actions[0].choices or ())
+    assert {"inspect", "verify", "prefetch", "run", "serve", "cache", "adapters", "bench", "demo", "status"} == names
+    for name in names:
+        with pytest.raises(SystemExit) as left:
+            main([name, "--help"])
+        assert left.value.code == 0
+    assert "usage: loadstone" in capsys.readouterr().out

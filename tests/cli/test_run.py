@@ -1,0 +1,83 @@
+"""`loadstone run`: CMD's environment, exit status and signals pass through, and its bytes are shared."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.support.tiny_model import write_tiny_checkpoint
+
+from loadstone.bench.link import Link
+from loadstone.fileserver import FileServer
+
+
+def _run(location: str, cache: Path, *command: str) -> "subprocess.Popen[str]":
+    argv = [sys.executable, "-m", "loadstone", "run", location, "--cache", str(cache), "--", *command]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_tiny_checkpoint(tmp_path / "model")
+
+
+def test_exit_status_and_output_pass_through(checkpoint: Path, tmp_path: Path) -> None:
+    child = _run(str(checkpoint), tmp_path / "c", sys.executable, "-c", "print('hello'); raise SystemExit(7)")
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (7, "hello\n", "")
+
+
+def test_a_signal_reaches_the_command_and_its_end_is_reported(checkpoint: Path, tmp_path: Path) -> None:
+    code = "import signal, time; signal.signal(signal.SIGUSR1, lambda *_: print('got it', flush=True))\n"
+    code += "print('ready', flush=True); time.sleep(60)"
+    child = _run(str(checkpoint), tmp_path / "c", sys.executable, "-c", code)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    child.send_signal(signal.SIGUSR1)
+    assert child.stdout.readline() == "got it\n"
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=60)
+    assert child.returncode == 128 + signal.SIGTERM
+
+
+def test_the_command_joins_the_cache_and_no_byte_moves_twice(checkpoint: Path, tmp_path: Path) -> None:
+    code = (
+        "import loadstone, sys\n"
+        "with loadstone.open(sys.argv[1]) as ckpt:\n"
+        "    ckpt.wait()\n"
+        "    print(len(ckpt), sum(len(ckpt.raw(name)) for name in ckpt))\n"
+    )
+    stored = sum(path.stat().st_size for path in checkpoint.iterdir())
+    with FileServer(checkpoint, hook=(link := Link())) as server:
+        child = _run(server.url, tmp_path / "c", sys.executable, "-c", code, server.url)
+        out, err = child.communicate(timeout=60)
+        assert (child.returncode, err) == (0, "")
+        assert int(out.split()[0]) > 0
+        assert link.bytes_sent <= stored
+
+
+def test_a_location_that_cannot_be_opened_ends_the_command(tmp_path: Path) -> None:
+    began = time.monotonic()
+    child = _run(str(tmp_path / "nothing"), tmp_path / "c", "sleep", "60")
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert err.startswith("error: ")
+    assert "nothing" in err
+    assert err.count("\n") == 1
+    assert time.monotonic() - began < 30
+
+
+def test_a_command_that_does_not_exist_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    child = _run(str(checkpoint), tmp_path / "c", "no-such-command-here")
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert err == "error: 'no-such-command-here' is not a command on this machine; check its spelling and PATH\n"
+
+
+def test_nothing_after_the_dashes_is_said(checkpoint: Path, tmp_path: Path) -> None:
+    child = _run(str(checkpoint), tmp_path / "c")
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert "write: loadstone run LOCATION -- CMD" in err
