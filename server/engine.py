@@ -91,7 +91,7 @@ class Job:
         """Hand a piece, or the error that ends it, to whoever asked. For the engine thread."""
         try:
             self._sink(piece)
-        except Exception:
+        except Exception:  # noqa: BLE001  a receiver's fault must not end the engine's thread
             _log.exception("the receiver of an answer failed; its request is dropped")
             self.over = True
 

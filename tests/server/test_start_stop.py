@@ -43,13 +43,15 @@ class Child:
     http: httpx.Client
 
     def ready(self) -> tuple[int, dict[str, Any]]:
-        answer = self.http.get("/ready")
+        try:
+            answer = self.http.get("/ready")
+        except httpx.ConnectError:
+            pytest.fail(f"the service ended: {self.process.communicate(timeout=20)}")
         return answer.status_code, answer.json()
 
     def until(self, condition: Callable[[dict[str, Any]], object], seconds: float = 90.0) -> dict[str, Any]:
         deadline = time.monotonic() + seconds
         while not condition(found := self.ready()[1]):
-            assert self.process.poll() is None, "the service ended"
             assert time.monotonic() < deadline, found
             time.sleep(0.05)
         return found
