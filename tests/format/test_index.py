@@ -1,15 +1,12 @@
 """Folders: which files are chosen, which tensors come out, and what is refused."""
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
-from random import Random
 
 import pytest
-from tests.support.safetensors_files import LFS_POINTER, index_json, tensor, tensors_file
+from tests.support.memory_folder import Folder, weights
+from tests.support.safetensors_files import LFS_POINTER, index_json
 
 from loadstone.errors import FormatError, IndexFileError, LoadstoneError, LocationError, NotFoundError
-from loadstone.loader.header import Header, TensorInfo, parse_header
 from loadstone.loader.index import Layout, choose_layout, join
 
 INDEX = "model.safetensors.index.json"
@@ -17,38 +14,7 @@ ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors
 GOOD = index_json({"a": ONE, "b": TWO}, 16)
 
 
-def weights(*names: str, metadata: Mapping[str, str] | None = None) -> bytes:
-    rng = Random(1)
-    return tensors_file([tensor(rng, name, "F32", (2,)) for name in names], metadata)
-
-
 SHARDS = {ONE: weights("a"), TWO: weights("b")}
-
-
-class Folder:
-    """A folder in memory that records what is read of it."""
-
-    def __init__(self, files: Mapping[str, bytes]) -> None:
-        self.files = files
-        self.read_names: list[str] = []
-
-    def read(self, name: str) -> bytes | None:
-        self.read_names.append(name)
-        return self.files.get(name)
-
-    def layout(self, variant: str | None = None, *, listed: bool = True) -> Layout:
-        return choose_layout(list(self.files) if listed else None, self.read, variant, "folder")
-
-    def headers(self, layout: Layout) -> dict[str, Header]:
-        return {
-            file: parse_header(self.files[file], len(self.files[file]), file, f"folder/{file}")
-            for file in layout.files
-        }
-
-    def open(self, variant: str | None = None) -> tuple[dict[str, TensorInfo], list[str]]:
-        layout = self.layout(variant)
-        infos, warnings = join(layout, self.headers(layout), "folder")
-        return dict(infos), [*layout.warnings, *warnings]
 
 
 def places(files: Mapping[str, bytes], variant: str | None = None) -> dict[str, str]:
@@ -360,54 +326,6 @@ def test_other_formats_are_refused_by_name_and_never_read(names: list[str], word
 def test_a_folder_without_weights_says_what_it_holds(names: list[str], word: str) -> None:
     with pytest.raises(NotFoundError, match=word):
         Folder(dict.fromkeys(names, b"")).layout()
-
-
-# --- torch's distributed checkpoint --------------------------------------------------------------------
-
-
-def slices(offsets: list[int]) -> bytes:
-    info = json.dumps({"w": {"saved_offsets": offsets}})
-    return weights("w", metadata={"DCP_VERSION": "1.0", "format": "pt", "DCP_SHARDING_INFO": info})
-
-
-def rank(number: int) -> str:
-    return f"shard-{number:05d}-model-00001-of-00001.safetensors"
-
-
-def test_slices_that_share_a_name_are_refused_by_name() -> None:
-    files = {rank(1): slices([0, 0]), rank(2): slices([2, 0])}
-    for more in ({}, {INDEX: index_json({"w": rank(1)})}):
-        if more:
-            files = {rank(1): slices([2, 0]), **more}
-        with pytest.raises(IndexFileError) as caught:
-            Folder(files).open()
-        assert all(word in str(caught.value) for word in ("'w'", "DCP", "slice", rank(1)))
-    with pytest.raises(IndexFileError, match="duplicate"):
-        Folder({rank(1): slices([0, 0]), rank(2): slices([0, 0])}).open()
-
-
-@pytest.mark.parametrize("info", ["", "[]", "{", '{"w":1}', '{"w":{"saved_offsets":"x"}}', "[" * 9999])
-def test_unreadable_slice_information_still_marks_the_files(info: str) -> None:
-    data = weights("w", metadata={"DCP_SHARDING_INFO": info})
-    with pytest.raises(IndexFileError, match="DCP"):
-        Folder({rank(1): data, rank(2): data}).open()
-
-
-def test_what_torch_itself_writes_is_recognised(tmp_path: Path) -> None:
-    import torch
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    writer = HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
-    with pytest.warns(UserWarning, match="single process"):
-        save({"w": torch.ones(4, 2)}, storage_writer=writer, no_dist=True)
-    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    infos, warnings = Folder(written).open()
-    assert list(infos) == ["w"]
-    assert "DCP" in warnings[0]
-    (data,) = written.values()
-    with pytest.raises(IndexFileError, match=r"duplicate.*'w'.*DCP"):
-        Folder({rank(1): data, rank(2): data}).open()
 
 
 @pytest.mark.parametrize("names", [["model.safetensors"], [INDEX]])
