@@ -341,7 +341,8 @@ class _Builder:
         for place in (module, *twins):
             if place in self.built.updates:
                 raise AdapterUnsupportedError(
-                    f"{self.where}: module {place!r} has rows of tokens and another update; only one is applied"
+                    f"{self.where}: module {place!r} has rows of tokens and another update;"
+                    " only one of them can be applied"
                 )
             self.built.add(place, update)
 
