@@ -54,9 +54,9 @@ def copy_bytes(update: Update, module: nn.Module) -> int:
         own = dict(module.named_parameters(remove_duplicate=False))
         pairs = [(tensor, own[name].device, own[name].dtype) for name, tensor in update.parameters.items()]
         return _converted(pairs)
-    device, dtype = weight_of(module).device, weight_of(module).dtype
     if isinstance(update, TokenRows):
-        return _converted([(update.values, device, dtype)])
+        weight = weight_of(module)
+        return _converted([(update.values, weight.device, weight.dtype)])
     device, dtype = _kind(update, module)
     norms = 0 if update.magnitude is None else update.magnitude.numel() * dtype.itemsize
     return norms + _converted([(tensor, device, dtype) for tensor in update.tensors])
@@ -72,8 +72,11 @@ def _converted(pairs: Iterable[tuple[Tensor, torch.device, torch.dtype]]) -> int
 
 def weight_of(module: nn.Module) -> Tensor:
     """Return the module's ``weight``, which may still be waiting for its bytes."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
+    weight = module._parameters.get("weight")
+    if weight is None:
+        other = module.weight  # computed by a parametrisation
+        assert isinstance(other, Tensor)
+        return other
     return weight
 
 
@@ -94,12 +97,12 @@ class Linear:
     __slots__ = ("_factor", "_magnitude", "a", "b", "bias", "scale")
 
     def __init__(self, update: LowRank, module: nn.Module) -> None:
-        kind = _kind(update, module)
-        self.a = update.a.to(*kind)
-        self.b = update.b.to(*kind)
+        device, dtype = _kind(update, module)
+        self.a = _cast(update.a, device, dtype)
+        self.b = _cast(update.b, device, dtype)
         self.scale = update.scale
-        self.bias = None if update.bias is None else update.bias.to(*kind)
-        self._magnitude = None if update.magnitude is None else update.magnitude.to(*kind)
+        self.bias = None if update.bias is None else _cast(update.bias, device, dtype)
+        self._magnitude = None if update.magnitude is None else _cast(update.magnitude, device, dtype)
         self._factor: Tensor | None = None
 
     @property
@@ -163,11 +166,11 @@ class Embedding:
     __slots__ = ("_a", "_b", "_factor", "_magnitude", "_scale")
 
     def __init__(self, update: EmbeddingLowRank, module: nn.Module) -> None:
-        kind = _kind(update, module)
-        self._a = update.a.to(*kind).T
-        self._b = update.b.to(*kind).T
+        device, dtype = _kind(update, module)
+        self._a = _cast(update.a, device, dtype).T
+        self._b = _cast(update.b, device, dtype).T
         self._scale = update.scale
-        self._magnitude = None if update.magnitude is None else update.magnitude.to(*kind)
+        self._magnitude = None if update.magnitude is None else _cast(update.magnitude, device, dtype)
         self._factor: Tensor | None = None
 
     def __call__(self, module: nn.Module, x: Tensor, result: Tensor) -> Tensor:
@@ -296,8 +299,15 @@ def clone_with(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
 def _kind(update: LowRank | EmbeddingLowRank, module: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Return where, and in which dtype, ``update`` is computed."""
     weight = weight_of(module)
-    own = torch.promote_types(update.a.dtype, update.b.dtype)
-    return weight.device, torch.promote_types(own, weight.dtype)
+    dtype, a, b = weight.dtype, update.a.dtype, update.b.dtype
+    if not dtype == a == b:
+        dtype = torch.promote_types(torch.promote_types(a, b), dtype)
+    return weight.device, dtype
+
+
+def _cast(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    # Hundreds of tensors for each adapter, nearly all of them right: asking `to` costs ten times the look.
+    return tensor if tensor.dtype == dtype and tensor.device == device else tensor.to(device, dtype)
 
 
 def _embed_scale(module: nn.Module) -> Tensor | None:
