@@ -44,7 +44,7 @@ class Deferred(Pending):
         if _changes_nothing(func, args, kwargs):
             return args[0]
         if func is torch.equal:
-            # Asked before two stored tensors are tied. Each keeps its own bytes: right whether they are equal or not.
+            # Asked before tying two tensors that are both stored. Each keeps its own: right, equal or not.
             return False
         if func is torch.Tensor.to:
             device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
@@ -61,15 +61,20 @@ def deferred(arrival: Arrival, like: torch.Tensor, device: torch.device) -> Defe
 
 
 def finish(module: nn.Module) -> None:
-    """Turn the deferred tensors among the parameters and buffers of ``module`` into pending ones, in place."""
-    for tensor in (*module.parameters(), *module.buffers()):
+    """Turn the deferred parameters and buffers of ``module`` into pending ones, in place."""
+    tensors: list[Any] = [*module.parameters(), *module.buffers()]
+    for tensor in tensors:
         if isinstance(tensor, Deferred):
             is_parameter = tensor.__dict__.pop("_is_param", False)
-            tensor.__class__ = PendingParameter if is_parameter else PendingBuffer
+            _set_class(tensor, PendingParameter if is_parameter else PendingBuffer)
+
+
+def _set_class(tensor: Any, kind: type[Pending]) -> None:
+    tensor.__class__ = kind
 
 
 def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Say whether ``func`` gives the tensor itself back: ``t[...]``, or ``t.detach()`` inside ``nn.Parameter(t)``."""
+    """Say whether ``func`` gives the tensor itself: ``t[...]``, and ``detach`` inside ``nn.Parameter``."""
     if func is torch.Tensor.__getitem__:
         return args[1] is Ellipsis
     return func is torch.Tensor.detach or (func is torch.Tensor.contiguous and not kwargs and len(args) == 1)
@@ -77,7 +82,9 @@ def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _writes(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    return name in ("__set__", "__setitem__", "__delete__") or (name.endswith("_") and not name.endswith("__"))
+    return name in ("__set__", "__setitem__", "__delete__") or (
+        name.endswith("_") and not name.endswith("__")
+    )
 
 
 def _cast(tensor: Deferred, device: torch.device, dtype: torch.dtype) -> Deferred:
@@ -89,7 +96,6 @@ def _cast(tensor: Deferred, device: torch.device, dtype: torch.dtype) -> Deferre
 
 def _parts(tensor: Deferred) -> Arrival:
     """Return an arrival that gives ``tensor``, settled."""
-
     arrival = tensor._arrival
     return Arrival(arrival.checkpoint, arrival.names, lambda: settled(tensor))
 

@@ -7,6 +7,7 @@ Bytes that are here become plain parameters at once; the others become pending o
 Ownership: one thread binds a module; the bound module may then be used by any number of threads.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +17,15 @@ from torch import nn
 
 from loadstone.errors import BindError
 from loadstone.loader.header import TensorInfo
-from loadstone.loader.pending import Arrival, Pending, PendingBuffer, PendingParameter, pending, redirect, settle
+from loadstone.loader.pending import (
+    Arrival,
+    Pending,
+    PendingBuffer,
+    PendingParameter,
+    pending,
+    redirect,
+    settle,
+)
 from loadstone.loader.views import torch_dtype, torch_shape
 
 if TYPE_CHECKING:
@@ -26,8 +35,8 @@ Rename = Mapping[str, str] | Callable[[str], str] | None
 SHOWN = 5
 """How many names an error lists."""
 
-# Modules that choose their arithmetic by looking for tensor subclasses among their parameters: with a pending one
-# they would take another path than with a plain one, whose results differ in the last bits.
+# Modules that choose their arithmetic by looking for tensor subclasses among their parameters: with a pending
+# one they would take another path than with a plain one, whose results differ in the last bits.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
@@ -152,8 +161,9 @@ def wait_for(module: nn.Module, timeout: float | None = None) -> None:
     tensors = dict(pending_tensors(module))
     wanted: dict[int, tuple[Arrival, list[str]]] = {}
     for tensor in tensors.values():
-        arrival = tensor._arrival
-        wanted.setdefault(id(arrival.checkpoint), (arrival, []))[1].extend(arrival.names)
+        arrival = tensor.__dict__.get("_arrival")  # another thread may have used the tensor by now
+        if arrival is not None:
+            wanted.setdefault(id(arrival.checkpoint), (arrival, []))[1].extend(arrival.names)
     for arrival, names in wanted.values():
         arrival.checkpoint.wait(names, timeout)
     for tensor in tensors.values():
@@ -161,7 +171,7 @@ def wait_for(module: nn.Module, timeout: float | None = None) -> None:
 
 
 def pending_tensors(module: nn.Module) -> Iterator[tuple[str, Pending]]:
-    """Yield the parameters and buffers of ``module`` that nobody has used yet, each once, in the module's order."""
+    """Yield the parameters, then the buffers, of ``module`` that nobody has used yet, in its order."""
     for named in (module.named_parameters(), module.named_buffers()):
         for name, tensor in named:
             if isinstance(tensor, Pending):
@@ -213,7 +223,7 @@ def _renamed(name: str, rename: Rename) -> str:
 
 
 def _tied(slots: list[_Slot]) -> dict[str, str]:
-    """Return the names without a tensor of their own whose parameter is, in the module, another name's too."""
+    """Return the names without a tensor of their own whose parameter is, in the module, another's too."""
     owners = {id(slot.tensor): slot.name for slot in reversed(slots) if slot.source is not None}
     return {s.name: owners[id(s.tensor)] for s in slots if s.source is None and id(s.tensor) in owners}
 
@@ -264,13 +274,14 @@ def _unstored_buffers(module: nn.Module) -> Callable[[], None]:
     lost = [name for name, _ in unstored_meta_buffers(module)]
     if not lost:
         return lambda: None
-    from loadstone.loader import models  # noqa: PLC0415  models binds too
+    if "transformers" in sys.modules:  # otherwise the module cannot be one of its models
+        from loadstone.loader import architectures  # noqa: PLC0415  imports transformers
 
-    if models.computes_buffers(module):
-        return lambda: models.compute_buffers(module)
+        if architectures.computes_buffers(module):
+            return lambda: architectures.compute_buffers(module)
     raise BindError(
-        f"{len(lost)} buffers of {type(module).__name__} are on the meta device and stored nowhere ({some(lost)}); "
-        "build the module so that its buffers are real, and only its parameters on meta"
+        f"{len(lost)} buffers of {type(module).__name__} are on the meta device and stored nowhere "
+        f"({some(lost)}); build the module so that its buffers are real, and only its parameters on meta"
     )
 
 
@@ -316,7 +327,7 @@ def _arriving(slot: _Slot, info: TensorInfo, checkpoint: "Checkpoint") -> torch.
 
 
 def move(module: nn.Module, device: str | torch.device) -> None:
-    """Put the tensors of ``module`` on ``device``: the plain ones now, a pending one when it is first used."""
+    """Put the tensors of ``module`` on ``device``: plain ones now, pending ones when they are first used."""
     target = torch.device(device)
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device == target:

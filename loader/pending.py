@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+_compiler: Any = torch._C._dynamo.eval_frame
+
 
 class Waiting(Protocol):
     """What waits for bytes; a checkpoint."""
@@ -86,7 +88,7 @@ class Pending(torch.Tensor):
         return result
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub forgets that it is a class method
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Wait where `__torch_function__` was not asked: in C++ code, or where a caller switched it off."""
@@ -94,14 +96,17 @@ class Pending(torch.Tensor):
 
     # These two read the data, or copy this class, before torch asks `__torch_function__`.
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return settled(self).__deepcopy__(memo)
+        plain: Any = settled(self)
+        return plain.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return settled(self).__reduce_ex__(protocol)
+        plain: Any = settled(self)
+        return plain.__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # untyped in torch
         # A debugger or a log line must not block on the network.
-        return f"{type(self).__name__}({list(self.shape)}, dtype={self.dtype}, device={self.device!s}, not read yet)"
+        kind = type(self).__name__
+        return f"{kind}({list(self.shape)}, dtype={self.dtype}, device={self.device!s}, not read yet)"
 
 
 class PendingParameter(Pending, nn.Parameter):
@@ -120,7 +125,7 @@ def pending(
     kind: type[Pending], arrival: Arrival, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Pending:
     """Make a pending tensor of class ``kind``."""
-    tensor: Pending = torch.Tensor._make_subclass(kind, _placeholder(shape, dtype, device), False)  # type: ignore[arg-type]  # stub: cls is any subclass
+    tensor = torch.Tensor._make_subclass(kind, _placeholder(shape, dtype, device), False)
     tensor._arrival = arrival
     return tensor
 
@@ -134,7 +139,7 @@ def _placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
 
 
 def settle(tensor: torch.Tensor) -> None:
-    """Wait for the bytes of ``tensor`` and make it an ordinary tensor, in place; plain tensors stay as they are.
+    """Wait for the bytes of ``tensor`` and make it an ordinary tensor, in place; a plain one stays as it is.
 
     Raises
     ------
@@ -157,7 +162,7 @@ def settle(tensor: torch.Tensor) -> None:
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` as an ordinary tensor, waiting for its bytes: the same object, wherever that is possible."""
+    """Return ``tensor`` as an ordinary tensor, waiting for its bytes: the same object, where that can be."""
     settle(tensor)
     real: torch.Tensor = tensor.__dict__.get("_real", tensor)
     return real
@@ -181,48 +186,54 @@ def replace_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) 
     return value
 
 
-def _become(tensor: Pending, real: torch.Tensor) -> None:
+def _become(tensor: Any, real: Any) -> None:
     """Make ``tensor`` the plain tensor that ``real`` is; it stays the same Python object.
 
     The two objects exchange what is behind them in C++. Code in C++ that still holds the former inside of
     ``tensor`` finds ``real`` there, by then a pending tensor, which leads it to ``tensor``.
     """
     try:
-        torch._C._swap_tensor_impl(tensor, real)  # type: ignore[attr-defined]  # behind torch.utils.swap_tensors
+        torch._C._swap_tensor_impl(tensor, real)  # what `torch.utils.swap_tensors` is made of
     except RuntimeError:
-        return  # C++ refers to one of them weakly, as `torch.jit.trace` does: ``real`` serves until the next use
+        return  # C++ refers to one of them weakly, as in `torch.jit.trace`: ``real`` serves till the next use
     real.__class__, tensor.__class__ = type(tensor), type(real)
     del tensor.__dict__["_arrival"], tensor.__dict__["_real"]
-    real._real = tensor  # type: ignore[attr-defined]  # it is a pending tensor now
+    real._real = tensor
 
 
-_T = torch.Tensor
-_PROPERTIES = (
-    "device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_sparse "
-    "is_sparse_csr is_xla is_xpu itemsize layout nbytes ndim output_nr requires_grad retains_grad shape"
-).split()
-_METHODS = (
-    "__hash__ __len__ dim element_size get_device is_complex is_contiguous is_floating_point is_inference "
-    "is_same_size is_signed ndimension nelement numel requires_grad_ size storage_offset stride"
-).split()
-_FUNCTIONS = "get_device is_complex is_floating_point is_inference is_same_size is_signed numel".split()
+# Everything that can be answered without the bytes. What is not here waits: forgetting one costs only time.
+_PROPERTIES = """
+    device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_sparse
+    is_sparse_csr is_xla is_xpu itemsize layout nbytes ndim output_nr requires_grad retains_grad shape
+"""
+_METHODS = """
+    __hash__ __len__ dim element_size get_device is_complex is_contiguous is_floating_point is_inference
+    is_same_size is_signed ndimension nelement numel requires_grad_ size storage_offset stride
+"""
+_FUNCTIONS = "get_device is_complex is_floating_point is_inference is_same_size is_signed numel"
 
-# Everything that can be answered without the bytes. What is not in here waits: to forget one costs time, not truth.
-WITHOUT_BYTES = frozenset(
-    [getattr(_T, name).__get__ for name in _PROPERTIES]
-    + [getattr(_T, name) for name in _METHODS]
-    + [getattr(torch, name) for name in _FUNCTIONS]
-    + [_T.requires_grad.__set__, torch._has_compatible_shallow_copy_type]
+
+def _descriptor(name: str) -> Any:
+    return getattr(torch.Tensor, name)
+
+
+WITHOUT_BYTES: frozenset[Any] = frozenset(
+    [_descriptor(name).__get__ for name in _PROPERTIES.split()]
+    + [_descriptor(name) for name in _METHODS.split()]
+    + [getattr(torch, name) for name in _FUNCTIONS.split()]
+    + [_descriptor("requires_grad").__set__, torch._has_compatible_shallow_copy_type]
 )
 
-# torch.compile must run these as they are, as `torch.compiler.disable` would say at the price of a second's import.
-_compiler = torch._C._dynamo.eval_frame
-for _function in (
-    Pending.__torch_function__.__func__,  # type: ignore[attr-defined]  # a classmethod's function
-    Pending.__torch_dispatch__.__func__,
-    settle,
-    settled,
-    replace_tensors,
-):
-    _compiler.skip_code(_function.__code__)
-    _function._torchdynamo_disable = True
+
+def _leave_uncompiled(functions: Iterable[Any]) -> None:
+    """Let torch.compile run ``functions`` as they are. `torch.compiler.disable` takes seconds to import."""
+    if hasattr(_compiler, "set_code_exec_strategy"):
+        skip = _compiler._FrameExecStrategy(_compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT)
+        for function in functions:
+            _compiler.set_code_exec_strategy(function.__code__, skip)
+            function._torchdynamo_disable = True
+            function._torchdynamo_disable_msg = "a parameter's bytes are not here yet: load with wait=True"
+
+
+_intercepting: list[Any] = [Pending.__torch_function__, Pending.__torch_dispatch__]
+_leave_uncompiled([*(method.__func__ for method in _intercepting), settle, settled, replace_tensors])

@@ -1,0 +1,156 @@
+"""What transformers knows about a checkpoint: its configuration, its class, and its computed buffers.
+
+Nothing here asks the Hugging Face Hub, and code inside a checkpoint is never run. Imports transformers.
+
+Ownership: transformers' log level and progress bars are process-wide; a lock guards switching them.
+"""
+
+import contextlib
+import json
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.utils import logging
+
+from loadstone.errors import BindError, LoadstoneError, NotFoundError
+from loadstone.loader.modules import unstored_meta_buffers
+
+if TYPE_CHECKING:
+    from loadstone.loader.checkpoint import Checkpoint
+
+_REASON = 500  # most characters of another library's error that are worth repeating
+
+
+def read_configs(checkpoint: "Checkpoint") -> tuple[Any, Any]:
+    """Return the model's configuration and its generation configuration.
+
+    transformers reads them from a folder, with all its rules for old files; so they are put into one.
+
+    Raises
+    ------
+    BindError
+        There is no ``config.json``, or the weights are quantised.
+    """
+    values = checkpoint.config()
+    if values is None:
+        raise BindError(
+            f"{checkpoint.name} has no config.json, which says what model this is; add it, or build the "
+            "module yourself and use Checkpoint.bind"
+        )
+    if values.get("quantization_config"):
+        raise BindError(
+            f"{checkpoint.name} is quantised, which load_model does not support; use transformers' own "
+            "from_pretrained"
+        )
+    with tempfile.TemporaryDirectory(prefix="loadstone-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(values), encoding="utf-8")
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        return config, _generation_config(checkpoint, folder)
+
+
+def _generation_config(checkpoint: "Checkpoint", folder: str) -> Any:
+    read: Any = transformers.GenerationConfig.from_pretrained
+    try:
+        data = checkpoint.read_file("generation_config.json")
+    except NotFoundError:
+        # Older models keep these values in config.json.
+        return read(folder, config_file_name="config.json", _from_model_config=True, local_files_only=True)
+    Path(folder, "generation_config.json").write_bytes(data)
+    return read(folder, local_files_only=True)
+
+
+def model_class(config: Any, where: str) -> Any:
+    """Return the transformers class that a configuration names.
+
+    Raises
+    ------
+    BindError
+        This version of transformers has no such class.
+    """
+    named = list(config.architectures or ())
+    for name in named:
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found
+    if named:
+        raise BindError(
+            f"{where}: transformers {transformers.__version__} has no {named[0]}, which config.json names; a "
+            "newer one may, or pass auto_class=; code inside a checkpoint is never run"
+        )
+    generates = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return transformers.AutoModelForCausalLM if generates else transformers.AutoModel
+
+
+def computes_buffers(module: nn.Module) -> bool:
+    """Say whether `compute_buffers` can give ``module`` the buffers that no checkpoint stores."""
+    return isinstance(module, transformers.PreTrainedModel)
+
+
+def compute_buffers(model: nn.Module) -> None:
+    """Compute the buffers on the meta device that no checkpoint stores, such as rotary frequencies.
+
+    transformers does it while it gives random values to what was not loaded; everything else is marked as
+    loaded, so that only those buffers change.
+    """
+    tensors: list[Any] = [*model.parameters(), *model.buffers()]
+    for tensor in tensors:
+        tensor._is_hf_initialized = True
+    owners: dict[int, Any] = {}
+    for child in model.modules():
+        if isinstance(child, transformers.PreTrainedModel):
+            owners.update((id(part), child) for part in child.modules())  # the closest model comes last
+    affected: dict[int, nn.Module] = {}
+    for name, child in list(unstored_meta_buffers(model)):
+        attribute = name.rpartition(".")[2]
+        child._buffers[attribute] = torch.empty_like(child.get_buffer(attribute), device="cpu")
+        affected[id(child)] = child
+    with torch.no_grad():
+        for key, child in affected.items():
+            owners[key]._init_weights(child)
+
+
+@contextlib.contextmanager
+def translated(where: str) -> Iterator[None]:
+    """Give transformers' own refusals in one line, as a `BindError`."""
+    try:
+        yield
+    except LoadstoneError:
+        raise
+    except (ValueError, TypeError, RuntimeError, OSError, LookupError, AttributeError, ImportError) as error:
+        reason = " ".join(str(error).split())[:_REASON]
+        raise BindError(f"{where}: transformers cannot load this model: {reason}") from error
+
+
+_logging: Any = logging
+_quiet_lock = threading.Lock()
+_quiet_threads: list[tuple[int, bool]] = []
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from printing progress bars and its report of names that do not fit."""
+    with _quiet_lock:
+        if not _quiet_threads:
+            before = (_logging.get_verbosity(), _logging.is_progress_bar_enabled())
+            _logging.set_verbosity_error()
+            _logging.disable_progress_bar()
+        else:
+            before = _quiet_threads[0]
+        _quiet_threads.append(before)
+    try:
+        yield
+    finally:
+        with _quiet_lock:
+            verbosity, bars = _quiet_threads.pop()
+            if not _quiet_threads:
+                _logging.set_verbosity(verbosity)
+                if bars:
+                    _logging.enable_progress_bar()
