@@ -19,6 +19,8 @@ REDIRECTS = (301, 302, 303, 307, 308)
 _THROTTLES = (429, 503, 509)
 _PERMANENT = (501, 505)
 _PASSING = (408, 425, 429)
+_CREDENTIAL_CODES = ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired")
+"""Codes that S3 sends with a plain 400."""
 _PUBLIC_HEADERS = ("accept-encoding", "if-match", "if-none-match", "range")
 """Headers that may follow a redirect to another host; everything else may be secret."""
 
@@ -105,7 +107,7 @@ def refusal_error(obj: HttpObject, refused: Refusal, headers: HTTPMessage) -> Lo
             TransferError(f"{found}, a redirect that leads nowhere; {obj.access.cause(refused)}")
         )
     message = f"{found}; {obj.access.cause(refused)}"
-    if status in (401, 403, 407):
+    if status in (401, 403, 407) or refused.code in _CREDENTIAL_CODES:
         return AccessError(message)
     if status in (404, 410):
         return NotFoundError(message)

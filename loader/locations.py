@@ -123,6 +123,8 @@ def parse_location(location: str | os.PathLike[str]) -> Location:
         )
     match = _SCHEME.match(text)
     if match is None:
+        if "://" in text:
+            raise LocationError(f"{redact(text)!r} holds :// but does not begin with a scheme such as s3://")
         return _local(text)
     scheme, rest = match[1].lower(), text[match.end() :]
     if scheme == "file":

@@ -9,6 +9,7 @@ import gzip
 import re
 import socket
 import socketserver
+import ssl
 import struct
 import threading
 import time
@@ -119,6 +120,12 @@ class FaultyServer:
             if self.swap is not None and number >= self.swap[0]:
                 self.objects[self.swap[1]] = self.swap[2]
             return number
+
+    def encrypt(self, context: ssl.SSLContext) -> None:
+        """Speak TLS from now on."""
+        self._server.socket = context.wrap_socket(
+            self._server.socket, server_side=True, do_handshake_on_connect=False
+        )
 
     def close(self) -> None:
         self.closing.set()
