@@ -5,7 +5,6 @@ closed flag, so it may be used from any number of threads, and in forked childre
 locked (transfers, the node cache) lies behind `Source` and `Blob`.
 """
 
-import difflib
 import hashlib
 import json
 import os
@@ -17,8 +16,8 @@ from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
-from loadstone.errors import ClosedError, LoadstoneWarning, NotFoundError, TensorNotFoundError
-from loadstone.loader import opening, stream
+from loadstone.errors import ClosedError, LoadstoneWarning, NotFoundError
+from loadstone.loader import opening, selection, stream
 from loadstone.loader.header import TensorInfo
 from loadstone.loader.locations import check_name
 from loadstone.loader.manifest import Manifest
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 Default = TypeVar("Default")
 Patterns = str | Iterable[str] | None
 """One or several ``fnmatch`` patterns of tensor names; ``None`` is every tensor."""
-
-_NEAR = 20_000  # up to this many names, a misspelt one is compared with all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +219,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         """Return dtype, shape, size and place of a tensor. Moves no bytes."""
         info = self._infos.get(self._opened.tied.get(name, name))
         if info is None:
-            raise TensorNotFoundError(self._not_found(name))
+            raise selection.missing(name, self._infos, self.name)
         return info
 
     def view(self, name: str) -> "torch.Tensor":
@@ -273,7 +270,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         """
         if patterns is None:
             return list(self._infos)
-        return stream.match(self._infos, self._opened.tied, patterns, self.name)
+        return selection.match(self._infos, self._opened.tied, patterns, self.name)
 
     def prefetch(self, patterns: Patterns = None) -> Prefetch:
         """Begin to bring tensors here in the background, in the order in which a model uses them."""
@@ -283,11 +280,11 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
 
     def prefetch_names(self, names: Iterable[str]) -> Prefetch:
         """Begin to bring tensors here in the background, in exactly the order given."""
-        spans = stream.join_neighbours([self.info(name) for name in names])
+        spans = selection.join_neighbours([self.info(name) for name in names])
         return self.source.prefetch([Span(self._opened.blobs[file], span) for file, span in spans])
 
     def stream(
-        self, patterns: Patterns = None, order: stream.Order = "arrival", *, copy: bool = False
+        self, patterns: Patterns = None, order: selection.Order = "arrival", *, copy: bool = False
     ) -> "Iterator[tuple[str, torch.Tensor]]":
         """Yield (name, tensor) while the bytes come in.
 
@@ -304,7 +301,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
 
     def file_order(self) -> list[str]:
         """Return all names in the order in which they lie in the files."""
-        return stream.in_order(list(self._infos.values()), "file")
+        return selection.in_order(list(self._infos.values()), "file")
 
     def save_order(self) -> list[str]:
         """Return all names in the order in which a publisher should write them: as a model uses them."""
@@ -393,8 +390,3 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"checkpoint {self.name} is closed; open it again")
-
-    def _not_found(self, name: str) -> str:
-        near = difflib.get_close_matches(str(name), self._infos, 1) if len(self) <= _NEAR else []
-        hint = f"; did you mean {near[0]!r}?" if near else "; keys() lists its names"
-        return f"{self.name} has no tensor {name!r} among its {len(self)}{hint}"

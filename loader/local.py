@@ -31,7 +31,7 @@ from loadstone.errors import (
 )
 from loadstone.loader.mapping import map_private
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.residency import Residency, Window, advise_soon
+from loadstone.loader.residency import Residency, Window, begin_reading
 from loadstone.loader.source import Blob, Prefetch, Span
 
 _OPENERS = 8  # files opened side by side: hides latency of network file systems, few descriptors
@@ -99,9 +99,9 @@ class LocalBlob:
     def ensure(self, spans: Sequence[ByteRange], timeout: float | None = None) -> None:  # noqa: ARG002 - nothing here can take long
         """Check that the file is still the one opened, and ask the kernel to read ``spans`` soon."""
         self.check()
-        for span in spans:
-            if span.nbytes >= _HINT:
-                advise_soon(self._buffer, span)
+        large = [span for span in spans if span.nbytes >= _HINT]
+        if large:
+            begin_reading(self._path, self._buffer, large)
 
     def check(self) -> None:
         """Raise unless the path still leads to the file that was opened, unchanged, or to nothing."""

@@ -49,6 +49,8 @@ NETWORK_TYPES = {
 _WILLNEED = 3
 _POPULATE_READ = 22
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_ADVISED = 256 * 1024  # one call starts at most the device's read-ahead, and drops the rest of the advice
+_SAMPLE = 8 * 1024 * 1024
 _SCRATCH = 4 * 1024 * 1024
 _BUDGET = 0.8
 
@@ -175,9 +177,39 @@ class Residency:
                 self._sequential = True
 
 
-def advise_soon(buffer: memoryview, span: ByteRange) -> None:
-    """Ask the kernel to start reading ``span`` of a mapped file; returns without waiting for the data."""
-    _advise(buffer, span, _WILLNEED)
+def begin_reading(path: str, buffer: memoryview, spans: Sequence[ByteRange]) -> None:
+    """Have the kernel begin to read ``spans`` of a mapped file, where they are not in memory already.
+
+    Returns without waiting for data. Where it cannot be done it is left: it changes no result.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a sample brings its own page only
+        for span in spans:
+            if not _is_cached(fd, span):
+                for piece in split(span, _ADVISED):
+                    _advise(buffer, piece, _WILLNEED)
+    finally:
+        os.close(fd)
+
+
+def _is_cached(fd: int, span: ByteRange) -> bool:
+    """Say whether samples of ``span`` can all be read without waiting for a disk.
+
+    Cheap where everything is in memory, unlike advice, which walks all pages. Not by ``mincore``: that
+    answers yes to whoever may not write the file.
+    """
+    one = bytearray(1)
+    try:
+        for start in range(span.start, span.stop, _SAMPLE):
+            os.preadv(fd, [one], start, os.RWF_NOWAIT)
+        os.preadv(fd, [one], span.stop - 1, os.RWF_NOWAIT)
+    except OSError:  # EAGAIN: it would wait; EOPNOTSUPP: it cannot be told here
+        return False
+    return True
 
 
 def on_network(path: str) -> bool:
@@ -188,7 +220,7 @@ def on_network(path: str) -> bool:
 def _populate(window: Window) -> None:
     window.file.check()
     buffer = window.file.buffer()
-    _advise(buffer, window.range, _WILLNEED)
+    begin_reading(window.file.name, buffer, [window.range])
     if _advise(buffer, window.range, _POPULATE_READ) != 0:
         # The file was cut just now, which the check tells, or the kernel is older than 5.14 and does not know
         # the advice: then the reads under way go on, and the first use of each page maps it.

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support.checkpoints import write_file
+import torch
+from safetensors.torch import save_file
 from tests.support.pages import drop, resident
 
 import loadstone
@@ -56,12 +57,13 @@ def test_brings_what_was_asked_for_and_little_else(tmp_path: Path) -> None:
 
 def test_one_tensor_from_a_cold_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    write_file(path, {f"layers.{number}.weight": ("U8", (MIB,)) for number in range(8)})
+    tensors = {f"layers.{number}.w": torch.full((MIB,), number, dtype=torch.uint8) for number in range(8)}
+    save_file(tensors, path)
     drop(path)
     if resident(path) > MIB // 2:
         pytest.skip("this file system keeps its pages: tmpfs cannot be cold")
     with loadstone.open(path) as ckpt:
-        assert ckpt["layers.5.weight"].sum().item() > 0
+        assert ckpt["layers.5.w"].sum().item() > 0
     assert MIB <= resident(path) <= MIB * 1.1 + 128 * 1024  # with the header
 
 
@@ -156,7 +158,7 @@ def test_a_file_cut_under_a_prefetch_is_an_error_not_a_signal(tmp_path: Path) ->
 
 def test_many_prefetches_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    write_file(path, {f"w{number}": ("U8", (MIB,)) for number in range(8)})
+    save_file({f"w{number}": torch.zeros(MIB, dtype=torch.uint8) for number in range(8)}, path)
     with loadstone.open(path) as ckpt:
         handles = [ckpt.prefetch(f"w{number % 8}") for number in range(32)]
         assert all(handle.wait(30) for handle in handles)

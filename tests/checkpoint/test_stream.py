@@ -15,8 +15,8 @@ from loadstone.loader.header import TensorInfo
 from loadstone.loader.local import LocalSource
 from loadstone.loader.opening import read_checkpoint
 from loadstone.loader.ranges import ByteRange
+from loadstone.loader.selection import join_neighbours
 from loadstone.loader.source import Blob, Prefetch, Progress, Span
-from loadstone.loader.stream import join_neighbours
 
 
 class Arrivals:
