@@ -62,7 +62,7 @@ def _check_token(authorization: str, token: str) -> None:
     scheme, _, sent = authorization.partition(" ")
     if scheme.lower() != "bearer" or not sent:
         raise TokenError("the admin token is missing; send 'Authorization: Bearer TOKEN'")
-    if not hmac.compare_digest(sent.strip().encode(), token.encode()):
+    if not hmac.compare_digest(sent.strip().encode("latin-1", "replace"), token.encode()):
         raise TokenError("the admin token is wrong; send the one in the service's LOADSTONE_ADMIN_TOKEN")
 
 

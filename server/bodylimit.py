@@ -41,8 +41,8 @@ class BodyLimit:
             await to_response(error)(scope, receive, send)
             return
         except TimeoutError:
-            error = RequestError(f"the body did not arrive within {_SECONDS:.0f} s; send it at once")
-            await to_response(error)(scope, receive, send)
+            late = RequestError(f"the body did not arrive within {_SECONDS:g} s; send it at once")
+            await to_response(late)(scope, receive, send)
             return
         if body is None:
             return

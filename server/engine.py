@@ -11,10 +11,8 @@ import logging
 import queue
 import threading
 import time
-import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -23,25 +21,23 @@ from loadstone.errors import (
     AdapterLoadedError,
     AdapterNotFoundError,
     BindError,
-    GenerationError,
     LoadstoneError,
     ModelNotFoundError,
     NotReadyError,
     QueueFullError,
     RequestError,
 )
+from loadstone.server.job import Job, Sink, Slot, failure
 from loadstone.server.plan import plan_answers
-from loadstone.server.work import AnswerPlan, Completion, Piece
+from loadstone.server.work import Completion, Piece
 from loadstone.settings import Settings
 
 if TYPE_CHECKING:
-    from loadstone.adapters.versions import AdapterStatus, LeasedVersion
+    from loadstone.adapters.versions import AdapterStatus
     from loadstone.server.assemble import Loaded
-    from loadstone.server.generate import Answer
     from loadstone.server.startup import Startup
 
 State = Literal["starting", "ready", "failed", "stopping"]
-Sink = Callable[[Piece | LoadstoneError], None]
 
 _log = logging.getLogger("loadstone.server")
 
@@ -55,53 +51,6 @@ class AdapterLoad:
     changed: bool
     nbytes: int
     seconds: float
-
-
-class Job:
-    """One request: its answers share a sink and, from start to end, one version of their adapter.
-
-    Attributes
-    ----------
-    id : str
-        Names it, in answers and where it holds an adapter.
-    prompt_tokens : int
-        Tokens of all its prompts.
-    version : str or None
-        Identifies the content of the adapter that answers.
-    over : bool
-        It has ended, one way or another; the engine thread lets go of it.
-    """
-
-    def __init__(self, engine: "Engine", plans: Sequence[AnswerPlan], sink: Sink) -> None:
-        self.id = f"cmpl-{uuid.uuid4().hex}"
-        self.prompt_tokens = 0
-        self.version: str | None = None
-        self._engine = engine
-        self._sink = sink
-        self.left = len(plans)
-        self.over = False
-        self.row: LeasedVersion | None = None
-        self.leases = ExitStack()
-
-    def cancel(self) -> None:
-        """Stop working on it, from any thread."""
-        self._engine.cancel(self)
-
-    def give(self, piece: Piece | LoadstoneError) -> None:
-        """Hand a piece, or the error that ends it, to whoever asked. For the engine thread."""
-        try:
-            self._sink(piece)
-        except Exception:  # noqa: BLE001  a receiver's fault must not end the engine's thread
-            _log.exception("the receiver of an answer failed; its request is dropped")
-            self.over = True
-
-
-@dataclass(slots=True)
-class _Slot:
-    job: Job
-    plan: AnswerPlan
-    answer: "Answer | None" = None
-    done: bool = False
 
 
 class Engine:
@@ -123,8 +72,8 @@ class Engine:
         self._state: State = "starting"
         self._error: LoadstoneError | None = None
         self._loaded: Loaded | None = None
-        self._waiting: deque[_Slot] = deque()
-        self._running: list[_Slot] = []
+        self._waiting: deque[Slot] = deque()
+        self._running: list[Slot] = []
         self._halt = False
         self._on_failure: list[Callable[[], None]] = []
         self._thread = threading.Thread(target=self._run, name="loadstone-engine", daemon=True)
@@ -171,8 +120,7 @@ class Engine:
     def submit(self, request: Completion, sink: Sink) -> Job:
         """Check ``request`` and queue its answers.
 
-        ``sink`` is given each piece as it comes, or one error instead of all that cannot come any more. May
-        block while an adapter is fetched: not for an event loop's thread.
+        May block while an adapter is fetched: not for an event loop's thread.
 
         Raises
         ------
@@ -182,11 +130,11 @@ class Engine:
         """
         loaded = self.loaded()
         plans = plan_answers(request, loaded.text, loaded.facts, self.settings)
-        job = Job(self, plans, sink)
+        job = Job(len(plans), sink, self._cancel)
         job.prompt_tokens = sum(len(plan.prompt) for plan in plans[:: request.n])
         self._lease(job, request.model, loaded)
         try:
-            self._enqueue([_Slot(job, plan) for plan in plans])
+            self._enqueue([Slot(job, plan) for plan in plans])
         except BaseException:
             job.leases.close()
             raise
@@ -196,7 +144,7 @@ class Engine:
         """Answer ``request``, piece by piece, in the caller's thread; leaving the loop cancels it."""
         pieces: queue.SimpleQueue[Piece | LoadstoneError] = queue.SimpleQueue()
         job = self.submit(request, pieces.put)
-        left = job.left
+        left = len(request.prompts) * request.n
         try:
             while left:
                 piece = pieces.get()
@@ -261,12 +209,6 @@ class Engine:
         """
         self.loaded().pool.unload(name, timeout=self.settings.drain_seconds)
 
-    def cancel(self, job: Job) -> None:
-        """Stop working on ``job``."""
-        with self._wake:
-            job.over = True
-            self._wake.notify_all()
-
     def close(self, drain: float = 0.0) -> None:
         """Take no more requests, give the running ones ``drain`` seconds, and end the thread."""
         with self._wake:
@@ -295,7 +237,12 @@ class Engine:
         job.row = lease.rows[0]
         job.version = job.row.digest if job.row else None
 
-    def _enqueue(self, slots: list[_Slot]) -> None:
+    def _cancel(self, job: Job) -> None:
+        with self._wake:
+            job.over = True
+            self._wake.notify_all()
+
+    def _enqueue(self, slots: list[Slot]) -> None:
         with self._wake:
             self.loaded()
             pending = len(self._waiting) + len(self._running)
@@ -353,7 +300,7 @@ class Engine:
             for job in over:
                 job.leases.close()
 
-    def _advance(self, slot: _Slot, loaded: "Loaded") -> None:
+    def _advance(self, slot: Slot, loaded: "Loaded") -> None:
         job = slot.job
         if job.over:
             return
@@ -364,7 +311,7 @@ class Engine:
                 piece = slot.answer.step(loaded.decoder)
         except Exception as error:  # noqa: BLE001  one request's failure must not end the others
             job.over = True
-            job.give(_failure(error))
+            job.give(failure(error))
             return
         if piece.finish is not None:
             slot.done = True
@@ -381,11 +328,3 @@ class Engine:
             job.over = True
             job.give(NotReadyError("the service is stopping; send the request again, elsewhere or later"))
             job.leases.close()
-
-
-def _failure(error: Exception) -> GenerationError:
-    if isinstance(error, LoadstoneError):
-        return GenerationError(f"the answer cannot be finished: {error}")
-    _log.error("a forward pass failed", exc_info=error)
-    text = " ".join(str(error).split())
-    return GenerationError(f"the answer cannot be finished: {type(error).__name__}: {text:.300}")

@@ -15,7 +15,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from loadstone.errors import LoadstoneError
-from loadstone.server.engine import Engine, Job
+from loadstone.server.engine import Engine
+from loadstone.server.job import Job
 from loadstone.server.problems import describe
 from loadstone.server.schema import Choice, CompletionRequest, CompletionResponse, Logprobs, Usage
 from loadstone.server.work import Piece, TokenLogprob

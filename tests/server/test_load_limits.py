@@ -1,5 +1,6 @@
 """More work than fits, clients that leave, and a model that fails: the service goes on."""
 
+import socket
 import threading
 from pathlib import Path
 
@@ -62,6 +63,19 @@ def test_a_client_that_leaves_ends_its_work(service: Service, root: Path, stream
     service.until("idle", seconds=2)
     # Its lease is gone too: an unload does not have to wait.
     assert service.unload("a1").status_code == 200
+
+
+def test_a_body_that_does_not_come_is_not_waited_for_for_ever(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loadstone.server.bodylimit._SECONDS", 0.2)
+    port = int(service.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        answer = connection.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"did not arrive within 0.2 s" in answer
+    assert service.say("tiny", PROMPT)
 
 
 def test_leaving_the_engines_own_loop_ends_the_work(service: Service) -> None:
