@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.served_models import make_adapter, make_llama
 from tests.support.service import Service, run_service
-from tests.support.tiny_models import make_adapter, make_llama
 
 from loadstone.settings import Settings
 

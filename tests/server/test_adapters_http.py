@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.support.served_models import make_adapter, reference
 from tests.support.service import Service, check_error, run_service
-from tests.support.tiny_models import make_adapter, reference
 
 from loadstone.settings import Settings
 

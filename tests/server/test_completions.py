@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 import torch
+from tests.support.served_models import reference
 from tests.support.service import Service, check_error
-from tests.support.tiny_models import reference
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 PROMPT = "The lodestone turns"

@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from tests.support.served_models import reference
 from tests.support.service import Service, check_error
-from tests.support.tiny_models import reference
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 

@@ -3,7 +3,7 @@
 import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
-from tests.support.tiny_models import make_tokenizer
+from tests.support.served_models import make_tokenizer
 
 from loadstone import errors
 from loadstone.server.access import check_admin, is_loopback

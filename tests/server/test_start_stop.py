@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 import pytest
 from tests.support.folder_server import Traffic
+from tests.support.served_models import reference
 from tests.support.service import check_error
-from tests.support.tiny_models import reference
 from transformers import BertConfig, BertModel
 
 from loadstone.errors import BindError, LocationError, NotFoundError, SettingsError

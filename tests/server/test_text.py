@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.tiny_models import make_tokenizer
+from tests.support.served_models import make_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
 from loadstone.server.text import Detokenizer, StopScanner, Text
