@@ -21,6 +21,7 @@ from loadstone.errors import (
     AdapterError,
     AdapterLoadedError,
     AdapterNotFoundError,
+    ChangedError,
     LoadstoneError,
     NotFoundError,
 )
@@ -30,6 +31,9 @@ Reader = Callable[[str], Readable]
 
 _ABSENT_LIMIT = 1024
 """Most names remembered as not there."""
+
+_READS = 3
+"""Most reads of one adapter whose files keep changing."""
 
 _uids = count(1)
 
@@ -178,10 +182,19 @@ class Loads:
     def _read_first(self, name: str, places: Sequence[Place]) -> tuple[Place, Readable]:
         for place in places:
             try:
-                return place, self._read(place.address)
+                return place, self._read_unchanging(place.address)
             except NotFoundError as error:
                 missing = error
         raise AdapterNotFoundError(f"adapter {name!r} is not there: {missing}") from missing
+
+    def _read_unchanging(self, address: str) -> Readable:
+        """Read an adapter, and once more when its files were replaced meanwhile: the new ones are wanted."""
+        for _ in range(_READS - 1):
+            try:
+                return self._read(address)
+            except ChangedError:
+                continue
+        return self._read(address)
 
     def _fail(self, entry: Entry, error: BaseException, *, forget: bool) -> None:
         with self._changed:

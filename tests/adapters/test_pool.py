@@ -12,13 +12,14 @@ import pytest
 import torch
 from tests.support.plain_adapters import FILE_BYTES, Base, Reads, answer, inputs, pool_over, run, write
 
-from loadstone.adapters.versions import State
+from loadstone.adapters.versions import Readable, State
 from loadstone.errors import (
     AdapterBusyError,
     AdapterError,
     AdapterFormatError,
     AdapterLoadedError,
     AdapterNotFoundError,
+    ChangedError,
     ClosedError,
     LoadstoneError,
     LocationError,
@@ -171,6 +172,24 @@ def test_a_failed_load_is_told_to_all_who_waited_and_a_later_one_repairs(root: P
         weights.write_bytes(good)
         assert pool.load("a").state == State.READY
         assert pool.status("a").error == ""
+
+
+def test_files_replaced_while_they_are_read_are_read_again(root: Path) -> None:
+    class Changing(Reads):
+        failures = 2
+
+        def __call__(self, address: str) -> Readable:
+            if self.failures:
+                self.failures -= 1
+                raise ChangedError("replaced meanwhile")
+            return super().__call__(address)
+
+    reads = Changing()
+    with pool_over(Base(), root, reads) as pool:
+        assert pool.load("a").state == State.READY
+        reads.failures = 3
+        with pytest.raises(ChangedError):
+            pool.load("b")
 
 
 def test_a_failed_replacement_leaves_the_old_version(root: Path) -> None:

@@ -73,6 +73,7 @@ class Reads:
         self.count = 0
         self.addresses: list[str] = []
         self.closed = 0
+        self._opened = 0
         self.gate: threading.Event | None = None
         self.started = threading.Event()
         self._lock = threading.Lock()
@@ -85,7 +86,10 @@ class Reads:
         self.started.set()
         if self.gate is not None:
             assert self.gate.wait(20)
-        return _Counted(read_adapter(address, base=None, cache=None), self._close)
+        adapter = read_adapter(address, base=None, cache=None)
+        with self._lock:
+            self._opened += 1
+        return _Counted(adapter, self._close)
 
     def _close(self) -> None:
         with self._lock:
@@ -94,7 +98,7 @@ class Reads:
     @property
     def open(self) -> int:
         """How many adapters have not been closed."""
-        return self.count - self.closed
+        return self._opened - self.closed
 
 
 class _Counted:
