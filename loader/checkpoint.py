@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
@@ -24,6 +23,7 @@ from loadstone.loader.manifest import Manifest
 from loadstone.loader.order import fetch_order
 from loadstone.loader.ranges import ByteRange, coalesce
 from loadstone.loader.source import Prefetch, Source, Span
+from loadstone.loader.stats import Stats
 from loadstone.loader.verify import VerifyReport, verify_files
 from loadstone.settings import Settings
 
@@ -37,20 +37,6 @@ if TYPE_CHECKING:
 Default = TypeVar("Default")
 Patterns = str | Iterable[str] | None
 """One or several ``fnmatch`` patterns of tensor names; ``None`` is every tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What reading has cost in copies so far.
-
-    Attributes
-    ----------
-    copied_tensors, copied_bytes : int
-        Tensors that were read and could not be views because their data is not aligned, and their bytes.
-    """
-
-    copied_tensors: int
-    copied_bytes: int
 
 
 def open_checkpoint(
@@ -284,9 +270,14 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         return self.source.prefetch([Span(self._opened.blobs[file], span) for file, span in spans])
 
     def stream(
-        self, patterns: Patterns = None, order: selection.Order = "arrival", *, copy: bool = False
+        self,
+        patterns: Patterns = None,
+        order: selection.Order = "arrival",
+        *,
+        copy: bool = False,
+        device: "str | int | torch.device" = "cpu",
     ) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Yield (name, tensor) while the bytes come in.
+        """Return (name, tensor) pairs while the bytes come in.
 
         Parameters
         ----------
@@ -295,9 +286,16 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         order : {"arrival", "layer", "file"}
             As they become ready; in the order in which a model uses them; as they lie in the files.
         copy : bool
-            Yield private copies.
+            Give private copies.
+        device : str, int or torch.device
+            Where to put them. CUDA devices are written through page-locked buffers of bounded size.
         """
-        return stream.stream(self, self.match(patterns), order, copy=copy)
+        pairs = stream.stream(self, self.match(patterns), order, copy=copy)
+        if device == "cpu":
+            return pairs
+        from loadstone.loader.device import to_device  # noqa: PLC0415  imports torch
+
+        return to_device(pairs, device)
 
     def file_order(self) -> list[str]:
         """Return all names in the order in which they lie in the files."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from loadstone.errors import SettingsError, TensorNotFoundError, UnsupportedDtypeError
 from loadstone.loader.checkpoint import Checkpoint, open_checkpoint
+from loadstone.loader.device import parse_device
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +50,7 @@ class safe_open:  # noqa: N801  the name that existing code calls
         if backend not in ("mmap", "pread"):
             raise SettingsError(f"backend {backend!r} is not one that is known; use 'mmap' or 'pread'")
         self._numpy = framework in _NUMPY
-        self._device = f"cuda:{device}" if isinstance(device, int) else device
+        self._device = device if device == "cpu" else parse_device(device)
         self._checkpoint: Checkpoint = open_checkpoint(filename, copy=backend == "pread")
 
     def __enter__(self) -> Self:
@@ -78,7 +79,9 @@ class safe_open:  # noqa: N801  the name that existing code calls
 
     def get_tensors(self) -> dict[str, Any]:
         """Return every tensor, in the order of their bytes."""
-        return {name: self._give(tensor) for name, tensor in self._checkpoint.get(self.offset_keys()).items()}
+        if self._numpy:
+            return {name: self.get_tensor(name) for name in self.offset_keys()}
+        return dict(self._checkpoint.stream(order="file", device=self._device))
 
     def get_slice(self, name: str) -> "SafeSlice":
         """Return what can be indexed to read a part of a tensor."""

@@ -1,0 +1,121 @@
+"""Tensors on other devices."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.checkpoints import BITS, model_tensors, write_file, write_sharded
+
+import loadstone
+from loadstone.errors import SettingsError
+from loadstone.loader import device, safe_open
+from loadstone.loader.device import DeviceWriter, parse_device, to_device
+
+gpu = pytest.mark.gpu
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def test_the_cpu_gets_the_views_themselves(tmp_path: Path) -> None:
+    tensors = model_tensors()
+    with loadstone.open(write_sharded(tmp_path / "m", tensors)) as ckpt:
+        for name, tensor in ckpt.stream(device=torch.device("cpu")):
+            assert tensor.data_ptr() == ckpt[name].data_ptr()
+            assert torch.equal(tensor, tensors[name])
+
+
+def test_other_devices_get_copies(tmp_path: Path) -> None:
+    tensors = model_tensors()
+    with loadstone.open(write_sharded(tmp_path / "m", tensors)) as ckpt:
+        moved = dict(ckpt.stream(device="meta"))
+        assert all(moved[name].shape == tensor.shape for name, tensor in tensors.items())
+        assert all(tensor.device.type == "meta" for tensor in moved.values())
+
+
+def test_devices_that_are_not_there_are_refused_at_once(tmp_path: Path) -> None:
+    folder = write_sharded(tmp_path / "m", model_tensors(), shards=1)
+    with loadstone.open(folder) as ckpt:
+        for wrong in ("nonsense", "cuda:x", -7):
+            with pytest.raises(SettingsError, match="device"):
+                ckpt.stream(device=wrong)
+        if not torch.cuda.is_available():
+            with pytest.raises(SettingsError, match="sees no CUDA device"):
+                ckpt.stream(device="cuda")
+            with pytest.raises(SettingsError, match="sees no CUDA device"):
+                safe_open(next(folder.glob("*.safetensors")), "pt", device=0)
+
+
+class FakeCuda:
+    """Streams and events that only take note of what was waited for: the arithmetic runs without a GPU."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def wait_stream(self, other: object) -> None:
+        self.log.append("wait_stream")
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+    def record(self, stream: object) -> None:
+        self.log.append("record")
+
+
+def test_pieces_go_through_both_buffers_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda()
+    monkeypatch.setattr(device, "STAGING", 64)
+    monkeypatch.setattr(device, "_page_locked", lambda size: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(device, "_event", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda place: fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda place: fake)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    _check_every_dtype(tmp_path, DeviceWriter(torch.device("cpu")))
+    fake.log.clear()
+    DeviceWriter(torch.device("cpu")).put(torch.zeros(65, dtype=torch.uint8))
+    assert fake.log == ["wait_stream", *["synchronize", "record"] * 2, "wait_stream"]
+
+
+@gpu
+@needs_cuda
+def test_cuda_bits_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "STAGING", 64)  # many turns of both buffers
+    _check_every_dtype(tmp_path, DeviceWriter(parse_device("cuda")))
+
+
+def _check_every_dtype(folder: Path, writer: DeviceWriter) -> None:
+    for dtype in sorted(set(BITS) - {"F6_E2M3", "F6_E3M2"}):
+        path = folder / f"{dtype}.safetensors"
+        write_file(path, {"w": (dtype, (30, 8)), "empty": (dtype, (0, 2)), "v": (dtype, (2,))})
+        with loadstone.open(path) as ckpt:
+            for tensor in ckpt.values():
+                moved = writer.put(tensor)
+                assert moved.dtype == tensor.dtype
+                assert moved.shape == tensor.shape
+                if moved.numel():
+                    host = moved.reshape(-1).view(torch.uint8).cpu()
+                    assert torch.equal(host, tensor.reshape(-1).view(torch.uint8))
+                    assert moved.data_ptr() != tensor.data_ptr()
+
+
+@gpu
+@needs_cuda
+def test_cuda_tensors_are_safe_to_keep_and_to_use_at_once() -> None:
+    size = 3 * device.STAGING // 4 + 4
+    sources = [(str(number), torch.full((size,), number, dtype=torch.int32)) for number in range(12)]
+    kept = []
+    for name, tensor in to_device(sources, 0):
+        kept.append((name, tensor, (tensor * 2).sum(dtype=torch.int64)))  # queued before the copy is over
+    for name, tensor, total in kept:
+        assert (tensor == int(name)).all().item()
+        assert total.item() == 2 * int(name) * size
+
+
+@gpu
+@needs_cuda
+def test_cuda_staging_is_bounded() -> None:
+    writer = DeviceWriter(parse_device("cuda"))
+    big = torch.randint(0, 255, (5 * device.STAGING + 3,), dtype=torch.uint8)
+    moved = writer.put(big)
+    writer.close()
+    assert torch.equal(moved.cpu(), big)
+    assert sum(buffer.memory.nbytes for buffer in writer._buffers) == 2 * device.STAGING
