@@ -9,7 +9,8 @@ folder) joins in: so `loadstone run` hands over what it fetched where there is n
 Memory comes back when the last map of it is gone. Nothing is ever evicted.
 
 Ownership: the descriptor is closed with the `Arena` that made it. Everything else goes through descriptions
-of its own, opened by ``/proc``; appending to the log is serialised by a lock on byte 0.
+of its own, opened by ``/proc``. Appending to the log is serialised by a lock on byte 0 of the file; what this
+process has read of it is guarded by ``_lock``.
 """
 
 import errno
@@ -17,13 +18,16 @@ import hashlib
 import json
 import os
 import struct
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from loadstone.errors import CacheError
 from loadstone.loader.blob import StoredBlob
+from loadstone.loader.forks import renew_in_child
 from loadstone.loader.leases import Leases
 from loadstone.loader.locks import close_own, open_own, wait_for_turn
 from loadstone.loader.places import FileId, GoneError
@@ -52,6 +56,49 @@ class _Record:
     size: int = 0
     at: int = 0
     end: int = 0
+
+
+class _Log:
+    """What this process has read of the log so far; what is written is never changed."""
+
+    def __init__(self) -> None:
+        self.records: dict[tuple[str, str], _Record] = {}
+        self.data_end = _LOG_BYTES
+        self._at = 0
+
+    def read_on(self, fd: int) -> None:
+        """Take in what was added, up to the first record that is not whole."""
+        part = b""
+        while self._at + len(part) < _LOG_BYTES:
+            length, digest = _HEAD.unpack_from(part) if len(part) >= _HEAD.size else (_PIECE, b"")
+            stop = _HEAD.size + length
+            if stop > len(part):
+                more = os.pread(fd, _PIECE, self._at + len(part))
+                if not more or stop > _LOG_BYTES:
+                    return
+                part += more
+                continue
+            body = part[_HEAD.size : stop]
+            if not length or hashlib.sha256(body).digest() != digest:
+                return
+            self._take(_Record(**json.loads(body)))
+            self._at += stop
+            part = part[stop:]
+
+    def append(self, fd: int, record: _Record) -> None:
+        """Write one more record, over what a death may have left there; the caller holds the lock."""
+        body = json.dumps(asdict(record)).encode()
+        entry = _HEAD.pack(len(body), hashlib.sha256(body).digest()) + body
+        if self._at + len(entry) > _LOG_BYTES:
+            raise CacheError("the shared memory holds too many objects; use a cache folder")
+        if os.pwrite(fd, entry, self._at) != len(entry):
+            raise CacheError("the shared memory is full; use a cache folder")
+        self._at += len(entry)
+        self._take(record)
+
+    def _take(self, record: _Record) -> None:
+        self.records[record.kind, record.key] = record
+        self.data_end = max(self.data_end, record.end)
 
 
 class ArenaPlace:
@@ -104,6 +151,9 @@ class Arena:
             self.fd = fd
             self.reopen = _reopener(fd)
             self.leases = Leases(self.reopen)
+            self._lock = threading.Lock()
+            self._log = _Log()
+            renew_in_child(self)
         except OSError as error:
             raise CacheError(f"no shared memory can be had: {error.strerror}; use a cache folder") from None
 
@@ -121,36 +171,33 @@ class Arena:
             There is no place for it.
         """
         with self._appending() as fd:
-            records = list(_records(fd))
-            found = next((record for record in records if (record.kind, record.key) == ("blob", key)), None)
+            found = self._log.records.get(("blob", key))
             if found is None:
-                at = max([_LOG_BYTES, *(record.end for record in records)])
-                end = at + block_count(size) * (BLOCK + 1)
-                end = -(-end // BLOCK) * BLOCK
+                at = self._log.data_end
+                end = -(-(at + block_count(size) * (BLOCK + 1)) // BLOCK) * BLOCK
                 if end > _LONGEST:
                     raise CacheError(f"{name} does not fit into memory that is shared; use a cache folder")
                 os.ftruncate(fd, max(end, os.fstat(fd).st_size))
                 found = _Record("blob", key, size=size, at=at, end=end)
-                _append(fd, records, found)
+                self._log.append(fd, found)
         place = ArenaPlace(self, found.at, found.at + block_count(size) * BLOCK)
         return StoredBlob(name, size, place)
 
     def holds(self, key: str) -> bool:
         """Say whether the blob ``key`` is here, complete or not."""
-        return any((record.kind, record.key) == ("blob", key) for record in self._read())
+        return self._look("blob", key) is not None
 
     def ref(self, identity: str) -> Version | None:
         """Return the version that an object last had."""
-        key = _digest(identity)
-        found = [record for record in self._read() if (record.kind, record.key) == ("ref", key)]
-        return Version(found[-1].tag, found[-1].size) if found else None
+        found = self._look("ref", _digest(identity))
+        return Version(found.tag, found.size) if found else None
 
     def set_ref(self, identity: str, version: Version) -> None:
         """Remember the version that an object has now."""
         if self.ref(identity) != version:
+            record = _Record("ref", _digest(identity), tag=version.tag, size=version.size)
             with self._appending() as fd:
-                record = _Record("ref", _digest(identity), tag=version.tag, size=version.size)
-                _append(fd, list(_records(fd)), record)
+                self._log.append(fd, record)
 
     @contextmanager
     def opening(self, identity: str, seconds: float) -> Iterator[None]:
@@ -162,10 +209,17 @@ class Arena:
         finally:
             close_own(fd)
 
-    def _read(self) -> list[_Record]:
+    def reset_in_child(self) -> None:
+        """Renew the lock, and read the log anew: the parent may have been in the middle of that."""
+        self._lock = threading.Lock()
+        self._log = _Log()
+
+    def _look(self, kind: str, key: str) -> _Record | None:
         fd = self.reopen()
         try:
-            return list(_records(fd))
+            with self._lock:
+                self._log.read_on(fd)
+                return self._log.records.get((kind, key))
         finally:
             close_own(fd)
 
@@ -175,7 +229,9 @@ class Arena:
         try:
             if not wait_for_turn(fd, 0, _SECONDS):
                 raise CacheError("another process holds the shared memory's log and does not move; end it")
-            yield fd
+            with self._lock:
+                self._log.read_on(fd)
+                yield fd
         finally:
             close_own(fd)
 
@@ -192,7 +248,7 @@ def adopt(address: str) -> Arena:
         return Arena(int(address.removeprefix(PREFIX)))
     except (ValueError, CacheError):
         raise CacheError(
-            f"{address} was not inherited by this process; let nothing between it and `loadstone run` close it"
+            f"{address} was not inherited here; let no program between `loadstone run` and this one close it"
         ) from None
 
 
@@ -212,38 +268,6 @@ def _reopener(fd: int) -> Callable[[], int]:
         return own
 
     return reopen
-
-
-def _records(fd: int) -> Iterator[_Record]:
-    """Yield the log's records up to the first that is not whole."""
-    log = b""
-    at = 0
-    while at < _LOG_BYTES:
-        length, digest = _HEAD.unpack_from(log, at) if at + _HEAD.size <= len(log) else (_LOG_BYTES, b"")
-        stop = at + _HEAD.size + length
-        if stop > len(log) and len(log) < _LOG_BYTES:
-            log += os.pread(fd, _PIECE, len(log))
-            continue
-        body = log[at + _HEAD.size : stop]
-        if not length or hashlib.sha256(body).digest() != digest:
-            return
-        at = stop
-        yield _Record(**json.loads(body))
-
-
-def _append(fd: int, records: list[_Record], new: _Record) -> None:
-    """Write a record behind ``records``, over what a death may have left there."""
-    end = sum(_HEAD.size + len(_body(record)) for record in records)
-    body = _body(new)
-    entry = _HEAD.pack(len(body), hashlib.sha256(body).digest()) + body
-    if end + len(entry) > _LOG_BYTES:
-        raise CacheError("the shared memory holds too many objects; use a cache folder")
-    if os.pwrite(fd, entry, end) != len(entry):
-        raise CacheError("the shared memory is full; use a cache folder")
-
-
-def _body(record: _Record) -> bytes:
-    return json.dumps(asdict(record)).encode()
 
 
 def _digest(text: str) -> str:

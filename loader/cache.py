@@ -24,7 +24,7 @@ from loadstone.errors import CacheError
 from loadstone.loader import blobfolder
 from loadstone.loader.arena import PREFIX, Arena, adopt
 from loadstone.loader.blob import StoredBlob
-from loadstone.loader.cachelist import CacheEntry, Removal
+from loadstone.loader.cachelist import CacheEntry, Removal, describe
 from loadstone.loader.filesystem import free_bytes, refusal
 from loadstone.loader.forks import renew_in_child
 from loadstone.loader.leases import Leases, shared_leases
@@ -196,10 +196,9 @@ class NodeCache:
         """Return every blob, in the order of their locations."""
         if self.folder is None:
             return []
-        found = (
-            self._entry(folder) for folder in (self.folder / "blobs").iterdir() if len(folder.name) == 64
-        )
-        return sorted((entry for entry in found if entry), key=lambda entry: (entry.location, entry.key))
+        folders = [path for path in (self.folder / "blobs").iterdir() if len(path.name) == _KEY_LENGTH]
+        found = [entry for folder in folders if (entry := describe(folder, self._leased)) is not None]
+        return sorted(found, key=lambda entry: (entry.location, entry.key))
 
     def trim(self, max_bytes: int) -> Removal:
         """Evict, least recently used first, until at most ``max_bytes`` are taken."""

@@ -335,7 +335,8 @@ def test_users_are_known_by_pid_and_forgotten_at_death(tmp_path: Path) -> None:
     leases = leases_at(tmp_path / "leases")
     key = "ab" * 32
     program = (
-        "import sys; from loadstone.loader.leases import Leases; from loadstone.loader.locks import open_own\n"
+        "import sys\nfrom loadstone.loader.leases import Leases\n"
+        "from loadstone.loader.locks import open_own\n"
         "leases = Leases(lambda: open_own(sys.argv[1], 66)); assert leases.take(sys.argv[2], 1)\n"
         "leases.begin_demand(); print('ready', flush=True); sys.stdin.read()"
     )
