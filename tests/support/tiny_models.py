@@ -1,86 +1,121 @@
-"""Small real models: a random Llama with a byte-level tokenizer of its own, and PEFT adapters for it."""
+"""Small random transformers models, one of each kind that reads its weights in its own way."""
 
-import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+import transformers
 
-TEXTS = [
-    "The lodestone turns toward the north whenever a ship is lost.",
-    "A harbour, a lantern and a map: whoever comes first may read them.",
-    "Grüße aus Köln, naïve façade, crème brûlée — 磁石は北を指す。 🧲🧭",
-] * 4
+VOCABULARY = 100
+IDS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Train a byte-level tokenizer that begins every prompt with ``<s>``."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 0)]
-    )
-    # transformers gives its tokenizers no types.
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
-    )
+@dataclass(frozen=True, slots=True)
+class Tiny:
+    """How to make a model, and how to call it."""
+
+    model: str
+    config: str
+    options: dict[str, Any]
+    call: Callable[[Any], torch.Tensor]
+
+    def build(self) -> Any:
+        torch.manual_seed(1)
+        config = getattr(transformers, self.config)(**self.options)
+        model = getattr(transformers, self.model)(config)
+        with torch.no_grad():  # what is initialised to a constant would hide an error
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        return model
+
+    def save(self, folder: Path, max_shard_size: str = "5GB") -> Path:
+        self.build().save_pretrained(folder, max_shard_size=max_shard_size)
+        return folder
+
+    def run(self, model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return self.call(model)
 
 
-def make_llama(folder: Path, seed: int = 0, *, max_shard_size: str = "100KB") -> Path:
-    """Write a random Llama, in several shards, with its tokenizer."""
-    tokenizer = make_tokenizer()
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=1,
-        initializer_range=0.2,
-    )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
-    tokenizer.save_pretrained(folder)
-    return folder
+def _llama(**more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        **more,
+    }
 
 
-def make_adapter(folder: Path, base: Path, seed: int, *, rank: int = 4, scale: float = 1.0) -> Path:
-    """Write a LoRA adapter that visibly changes what the model at ``base`` says."""
-    model = LlamaForCausalLM.from_pretrained(base)
-    targets = ["q_proj", "v_proj", "down_proj"]
-    tuned = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in tuned.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 * scale)
-    tuned.save_pretrained(str(folder))
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base)}))
-    return folder
+def _logits(model: Any) -> torch.Tensor:
+    logits: torch.Tensor = model(IDS).logits
+    return logits
 
 
-def reference(base: Path, prompt: str, adapter: Path | None = None, tokens: int = 12, **options: Any) -> str:
-    """Return what transformers, or PEFT, says on a copy of its own."""
-    model: Any = LlamaForCausalLM.from_pretrained(base)
-    if adapter is not None:
-        model = PeftModel.from_pretrained(model, str(adapter))
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    ids = tokenizer(prompt, return_tensors="pt").input_ids
-    output = model.generate(input_ids=ids, max_new_tokens=tokens, **({"do_sample": False} | options))
-    whole = str(tokenizer.decode(output[0], skip_special_tokens=True))
-    assert whole.startswith(prompt)
-    return whole[len(prompt) :]
+def _hidden(model: Any) -> torch.Tensor:
+    hidden: torch.Tensor = model(IDS).last_hidden_state
+    return hidden
+
+
+def _seq2seq(model: Any) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=IDS, decoder_input_ids=IDS[:, :4]).logits
+    return logits
+
+
+def _image(model: Any) -> torch.Tensor:
+    hidden: torch.Tensor = model(torch.linspace(-1, 1, 3 * 32 * 32).view(1, 3, 32, 32)).last_hidden_state
+    return hidden
+
+
+_BERT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 32,
+}
+_GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_VIT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "image_size": 32,
+    "patch_size": 8,
+}
+_MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2}
+_T5 = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+
+TINY = {
+    "llama": Tiny("LlamaForCausalLM", "LlamaConfig", _llama(), _logits),
+    "llama-tied": Tiny("LlamaForCausalLM", "LlamaConfig", _llama(tie_word_embeddings=True), _logits),
+    "llama-bf16": Tiny("LlamaForCausalLM", "LlamaConfig", _llama(dtype="bfloat16"), _logits),
+    "qwen2": Tiny("Qwen2ForCausalLM", "Qwen2Config", _llama(), _logits),
+    "gpt2": Tiny("GPT2LMHeadModel", "GPT2Config", _GPT2, _logits),
+    "mixtral": Tiny("MixtralForCausalLM", "MixtralConfig", _llama(num_local_experts=4), _logits),
+    "bert": Tiny("BertModel", "BertConfig", _BERT, _hidden),
+    "t5": Tiny("T5ForConditionalGeneration", "T5Config", _T5, _seq2seq),
+    "mamba": Tiny("MambaForCausalLM", "MambaConfig", _MAMBA, _logits),
+    "vit": Tiny("ViTModel", "ViTConfig", _VIT, _image),
+}
+
+
+def usual(folder: Path, model: str) -> Any:
+    """Return the model as transformers loads it, with nothing left to arrive."""
+    loaded = getattr(transformers, model).from_pretrained(folder)
+    return loaded.requires_grad_(False)
