@@ -70,6 +70,9 @@ _CLIENT = frozenset(
         "verify",
     }
 )
+_SHARED: dict[tuple[str, str, str], Any] = {}
+_SHARED_LOCK = threading.Lock()
+"""Credentials that renew themselves, by profile and files: one walk of the chain serves every store."""
 _CONFIG = frozenset({"max_pool_connections", "region_name", "s3", "signature_version"})
 
 
@@ -167,7 +170,7 @@ class AwsSession:
             return Credentials(self._options.key, self._options.secret, self._options.token or None)
         with self._lock:
             if not self._found:
-                self._source = self._ask(self._session.get_credentials)
+                self._source = self._ask(self._find)
                 self._found = True
             source = self._source
         if source is None:
@@ -178,11 +181,35 @@ class AwsSession:
     def renew(self) -> bool:
         """Ask the chain again; say whether it gives other keys now."""
         before = self.credentials()
+        with _SHARED_LOCK:
+            _SHARED.clear()
         fresh = AwsSession(self._options)
         after = fresh.credentials()
         with self._lock:
             self._session, self._source, self._found = fresh._session, fresh._source, fresh._found
         return before != after
+
+    def _find(self) -> Any:
+        """Walk botocore's chain, or take self-renewing keys that an earlier session found."""
+        from botocore.credentials import EnvProvider, RefreshableCredentials  # noqa: PLC0415
+
+        profile = self._options.profile
+        if profile is None and (found := EnvProvider().load()) is not None:
+            return found
+        # Roles and instances answer over the network: a hundred adapters must not ask a hundred times.
+        key = (
+            profile or self._variable("profile"),
+            self._variable("config_file"),
+            self._variable("credentials_file"),
+        )
+        with _SHARED_LOCK:
+            if key in _SHARED:
+                return _SHARED[key]
+        found = self._session.get_credentials()
+        if isinstance(found, RefreshableCredentials):
+            with _SHARED_LOCK:
+                _SHARED[key] = found
+        return found
 
     def _endpoint(self, scoped: Mapping[str, object]) -> str:
         if self._variable("loadstone_ignore_endpoints").lower() == "true":

@@ -28,6 +28,7 @@ from loadstone.loader.answers import (
 from loadstone.loader.backoff import MIN_PROGRESS, Manners, MisanswerError, TemporaryError, Work
 from loadstone.loader.exchange import Answer, Pool
 from loadstone.loader.ranges import ByteRange
+from loadstone.loader.redirects import Redirects
 from loadstone.loader.stores import CHUNK, Gate, Probe, RemoteObject, Sink, Version
 from loadstone.settings import Settings
 
@@ -47,6 +48,7 @@ class HttpTransport:
         self._pool = pool
         self._settings = settings
         self._manners = Manners()
+        self._redirects = Redirects()
 
     def probe(self, obj: RemoteObject, count: int, known: Version | None, gate: Gate) -> Probe:
         """Look at ``obj`` once; see `Transport.probe`."""
@@ -215,6 +217,23 @@ class HttpTransport:
     def _send(self, obj: HttpObject, headers: Mapping[str, str], work: Work) -> Answer:
         """Send one request, following redirects and renewing signatures, which are not retries."""
         work.begin()
+        moved = self._redirects.find(obj.identity) if "If-Match" in headers else None
+        if moved is not None:
+            origin = obj.access.request(obj.key, obj.query, {**_PLAIN, **headers})
+            try:
+                answer = self._pool.get(redirected(origin, moved, obj.name), work.waiting)
+                if answer.status in (200, 206):
+                    return answer
+            except TemporaryError:
+                self._redirects.forget(obj.identity)
+                raise
+            # Whatever went wrong there, from now on the origin is asked again.
+            self._redirects.forget(obj.identity)
+            with answer:
+                _body(answer)
+        return self._ask(obj, headers, work)
+
+    def _ask(self, obj: HttpObject, headers: Mapping[str, str], work: Work) -> Answer:
         hops = repairs = 0
         request = None
         while True:
@@ -222,6 +241,8 @@ class HttpTransport:
             answer = self._pool.get(request, work.waiting)
             work.answered()
             if answer.status in _ACCEPTED:
+                if hops:
+                    self._redirects.remember(obj.identity, request.url)
                 return answer
             with answer:
                 refused = refusal(answer.status, answer.headers, _body(answer))

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 from tests.support.faulty_server import Fault, FaultyServer, always, first, tag_of
 
-from loadstone.errors import AccessError, ClosedError, LoadstoneError, SettingsError, TransferError
+from loadstone.errors import (
+    AccessError,
+    ClosedError,
+    LoadstoneError,
+    SettingsError,
+    StalledError,
+    TransferError,
+)
 from loadstone.loader import exchange
 from loadstone.loader.exchange import Pool, Request
 from loadstone.loader.locations import parse_location
@@ -349,3 +356,30 @@ def test_this_machines_own_servers_need_no_proxy(
 def test_headers_that_are_none_are_refused(headers: object, settings: Settings) -> None:
     with pytest.raises(SettingsError):
         open_store(parse_location("http://host/x"), {"headers": headers}, settings)
+
+
+def test_headers_that_trickle_are_cut_too(settings: Settings) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    ended = threading.Event()
+
+    def trickle() -> None:
+        while not ended.is_set():
+            try:
+                client, _ = listener.accept()
+                with client:
+                    for byte in b"HTTP/1.1 200 OK\r\n" + b"X-Filler: y\r\n" * 100:
+                        client.sendall(bytes([byte]))
+                        if ended.wait(0.05):
+                            break
+            except OSError:
+                continue
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    hurried = replace(settings, stall_timeout=0.3, retry_seconds=0.5)
+    with pytest.raises(StalledError, match=r"only .* bytes came"):
+        fetch(web(listener.getsockname()[1], hurried), ByteRange(0, 10))
+    ended.set()
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()

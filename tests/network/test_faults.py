@@ -314,6 +314,23 @@ def test_redirects_are_followed_and_secrets_stay_behind(settings: Settings) -> N
         assert all("Range" in seen.headers for seen in far.seen)
 
 
+def test_a_redirect_is_remembered_for_parts_until_it_fails(settings: Settings) -> None:
+    with FaultyServer({"/far/m": DATA}) as far, FaultyServer({}) as near:
+        tickets = iter(range(100))
+        near.intercept = lambda _: (302, {"Location": f"{far.url}/far/m?ticket={next(tickets)}"}, b"")
+        far.intercept = lambda seen: (
+            (403, {}, b"expired") if seen.path.endswith("ticket=0") and len(far.seen) > 4 else None
+        )
+        store = store_of(near, settings)
+        assert store.transport.probe(store.object("m"), 1000, None, OpenGate()).version == PIN
+        for start in range(0, 6000, 1000):
+            assert fetch(store, PIN, ByteRange(start, start + 1000)) == DATA[start : start + 1000]
+        assert [seen.path[-8:] for seen in far.seen] == ["ticket=0"] * 5 + ["ticket=1"] * 3
+        assert len(near.seen) == 2
+        store.transport.probe(store.object("m"), 1000, None, OpenGate())
+        assert len(near.seen) == 3
+
+
 def test_a_redirect_on_the_same_host_keeps_the_headers(settings: Settings) -> None:
     with FaultyServer({"/there/m": DATA}) as server:
         server.intercept = lambda seen: (307, {"Location": "/there/m"}, b"") if seen.path == "/m" else None

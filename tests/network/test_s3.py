@@ -159,6 +159,23 @@ def test_a_profile_gives_keys_and_endpoint(
     assert read(open_store(parse_location(f"s3://{BUCKET}/profile"), options, settings)) == b"by profile"
 
 
+def test_keys_that_renew_themselves_are_asked_for_once(
+    fake: FaultyServer, settings: Settings, tmp_path: Path
+) -> None:
+    script = tmp_path / "keys"
+    script.write_text(
+        "#!/bin/sh\necho asked >> " + str(tmp_path / "log") + "\n"
+        """echo '{"Version": 1, "AccessKeyId": "A", "SecretAccessKey": "B","""
+        """ "Expiration": "2999-01-01T00:00:00Z"}'\n"""
+    )
+    script.chmod(0o755)
+    (tmp_path / "config").write_text(f"[profile role]\ncredential_process={script}\n")
+    for _ in range(3):
+        options = {"profile": "role", "endpoint_url": fake.url}
+        assert read(open_store(parse_location("s3://bucket/run"), options, settings)) == b"x" * 1000
+    assert (tmp_path / "log").read_text() == "asked\n"
+
+
 def test_a_missing_profile_is_named(settings: Settings) -> None:
     with pytest.raises(AccessError, match="nowhere"):
         read(open_store(parse_location("s3://bucket/x"), {"profile": "nowhere"}, settings))
