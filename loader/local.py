@@ -31,7 +31,7 @@ from loadstone.errors import (
 )
 from loadstone.loader.mapping import map_private
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.residency import Residency, Window, begin_reading
+from loadstone.loader.residency import Residency, Window, begin_reading, on_network
 from loadstone.loader.source import Blob, Prefetch, Span
 
 _OPENERS = 8  # files opened side by side: hides latency of network file systems, few descriptors
@@ -59,6 +59,7 @@ class LocalBlob:
     def __init__(self, path: str) -> None:
         self._path = path
         self._closed = False
+        self._on_network = on_network(path)
         fd = _open(path)
         try:
             status = os.fstat(fd)
@@ -88,9 +89,10 @@ class LocalBlob:
 
     def buffer(self) -> memoryview:
         """Return the file as private, writable, lazily read memory."""
+        buffer = self._buffer  # taken before the look at the flag: `close` sets that first
         if self._closed:
             raise self._is_closed()
-        return self._buffer
+        return buffer
 
     def ready(self, span: ByteRange) -> bool:
         """Say whether ``span`` can be used now: always, for a local file."""
@@ -101,7 +103,7 @@ class LocalBlob:
         self.check()
         large = [span for span in spans if span.nbytes >= _HINT]
         if large:
-            begin_reading(self._path, self._buffer, large)
+            begin_reading(self._path, self._buffer, large, self._on_network)
 
     def check(self) -> None:
         """Raise unless the path still leads to the file that was opened, unchanged, or to nothing."""
@@ -181,7 +183,7 @@ class LocalSource:
         """Return the names of the files directly inside, links (dangling ones too) included."""
         try:
             with os.scandir(self._folder) as entries:
-                return tuple(sorted(entry.name for entry in entries if not entry.is_dir()))
+                return tuple(sorted(entry.name for entry in entries if not _is_folder(entry)))
         except OSError as error:
             raise _translate(error, self._folder) from None
 
@@ -246,6 +248,13 @@ def resolve_folder(path: str) -> str:
             f"name one of snapshots/: {', '.join(found) or 'none there'}"
         )
     return str(snapshots / commit)
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself: whoever opens it is told
+        return False
 
 
 def _open(path: str) -> int:

@@ -10,6 +10,7 @@ Ownership: a `Residency` owns its threads. They share a cursor into the list of 
 window is worked on by one thread. A forked child has none of the threads: there, the handle is done.
 """
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -177,10 +178,13 @@ class Residency:
                 self._sequential = True
 
 
-def begin_reading(path: str, buffer: memoryview, spans: Sequence[ByteRange]) -> None:
-    """Have the kernel begin to read ``spans`` of a mapped file, where they are not in memory already.
+def begin_reading(
+    path: str, buffer: memoryview, spans: Sequence[ByteRange], sequential: bool = False
+) -> None:
+    """Have the kernel read ``spans`` of a mapped file, where they are not in memory already.
 
-    Returns without waiting for data. Where it cannot be done it is left: it changes no result.
+    Returns without waiting for data, but where ``sequential`` says that the file lies on a network: then the
+    spans are read here, in large pieces. Where it cannot be done it is left: it changes no result.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -189,11 +193,23 @@ def begin_reading(path: str, buffer: memoryview, spans: Sequence[ByteRange]) -> 
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a sample brings its own page only
         for span in spans:
-            if not _is_cached(fd, span):
+            if _is_cached(fd, span):
+                continue
+            if sequential:
+                _read_ahead(fd, span)
+            else:
                 for piece in split(span, _ADVISED):
                     _advise(buffer, piece, _WILLNEED)
     finally:
         os.close(fd)
+
+
+def _read_ahead(fd: int, span: ByteRange) -> None:
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    scratch = memoryview(bytearray(min(_SCRATCH, span.nbytes)))
+    with contextlib.suppress(OSError):  # reading the tensor itself tells what is wrong
+        for piece in split(span, len(scratch)):
+            os.preadv(fd, [scratch[: piece.nbytes]], piece.start)
 
 
 def _is_cached(fd: int, span: ByteRange) -> bool:

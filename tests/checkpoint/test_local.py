@@ -6,7 +6,9 @@ import resource
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,10 @@ import loadstone
 from loadstone.errors import (
     AccessError,
     ChangedError,
+    ClosedError,
     FormatError,
     LoadstoneError,
+    LoadstoneWarning,
     LocationError,
     NotFoundError,
 )
@@ -292,3 +296,64 @@ def test_reading_checks_the_file_it_reads(tmp_path: Path) -> None:
     os.truncate(path, 4)
     with pytest.raises(ChangedError, match="from 10 to 4 bytes"):
         blob.read(ByteRange(2, 5))
+
+
+def test_a_link_to_itself_beside_the_weights_is_no_obstacle(tmp_path: Path) -> None:
+    tensors = model_tensors()
+    folder = write_sharded(tmp_path / "m", tensors)
+    (folder / "loop").symlink_to("loop")
+    with loadstone.open(folder) as ckpt:
+        assert set(ckpt) == set(tensors)
+
+
+def test_what_is_suspect_is_a_warning(tmp_path: Path) -> None:
+    folder = write_sharded(tmp_path / "m", model_tensors())
+    write_file(folder / "stale.safetensors", {"old": ("F32", (4,))})
+    with pytest.warns(LoadstoneWarning, match=r"stale\.safetensors") as caught:
+        loadstone.open(folder).close()
+    assert [Path(one.filename).name for one in caught] == [Path(__file__).name]
+
+
+def test_many_threads_read_one_checkpoint(tmp_path: Path) -> None:
+    tensors = {f"layers.{n}.weight": torch.full((64, 512), float(n)) for n in range(24)}
+    folder = write_sharded(tmp_path / "m", tensors, shards=6)
+    barrier = threading.Barrier(8)
+    wrong: list[str] = []
+
+    def read(seed: int) -> None:
+        barrier.wait(30)
+        names = list(tensors)[seed:] + list(tensors)[:seed]
+        handle = ckpt.prefetch(names[:4])
+        for name in names:
+            same = [torch.equal(ckpt[name], tensors[name]), torch.equal(ckpt.copy(name), tensors[name])]
+            same.append(
+                torch.equal(ckpt.slice(name)[seed : seed + 9, ::3], tensors[name][seed : seed + 9, ::3])
+            )
+            wrong.extend([name] * (3 - sum(same)))
+        wrong.extend(name for name, tensor in ckpt.stream() if not torch.equal(tensor, tensors[name]))
+        handle.cancel()
+
+    with loadstone.open(folder) as ckpt, ThreadPoolExecutor(8) as pool:
+        list(pool.map(read, range(8)))
+    assert wrong == []
+
+
+def test_closing_while_others_read_gives_values_or_an_error(tmp_path: Path) -> None:
+    tensors = {f"layers.{n}.weight": torch.full((256, 256), float(n)) for n in range(16)}
+    folder = write_sharded(tmp_path / "m", tensors, shards=4)
+    for _ in range(5):
+        ckpt = loadstone.open(folder)
+        barrier = threading.Barrier(5)
+
+        def read(names: list[str], ckpt: Checkpoint = ckpt, barrier: threading.Barrier = barrier) -> bool:
+            barrier.wait(30)
+            try:
+                return all(torch.equal(ckpt[name], tensors[name]) for name in names * 20)
+            except ClosedError:
+                return True
+
+        with ThreadPoolExecutor(4) as pool:
+            results = [pool.submit(read, list(tensors)) for _ in range(4)]
+            barrier.wait(30)
+            ckpt.close()
+            assert all(result.result(30) for result in results)

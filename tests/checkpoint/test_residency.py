@@ -12,7 +12,7 @@ from tests.support.pages import drop, resident
 
 import loadstone
 from loadstone.errors import ChangedError
-from loadstone.loader import memory, residency
+from loadstone.loader import local, memory, residency
 from loadstone.loader.local import LocalBlob, LocalSource
 from loadstone.loader.ranges import ByteRange
 from loadstone.loader.residency import Residency, Window
@@ -75,6 +75,17 @@ def test_sequential_reads_bring_the_same(tmp_path: Path, monkeypatch: pytest.Mon
     assert handle.wait(60)
     assert resident(path) >= 24 * MIB
     assert handle.progress().ready == 24 * MIB
+
+
+def test_demand_on_a_network_file_system_reads_in_large_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = cold_file(tmp_path, 16 * MIB)
+    monkeypatch.setattr(local, "on_network", lambda name: True)
+    blob = LocalBlob(str(path))
+    blob.ensure([ByteRange(4 * MIB, 8 * MIB)])
+    assert 4 * MIB <= resident(path) < 16 * MIB  # there when it returns
+    blob.ensure([ByteRange(4 * MIB, 8 * MIB)])
 
 
 def test_a_slow_first_window_turns_to_sequential_reads(
