@@ -126,11 +126,11 @@ def bind(
         module is unchanged.
     """
     slots = _slots(module)
-    _choose_sources(slots, checkpoint, prefix, rename)
+    known = _choose_sources(slots, checkpoint, prefix, rename)
     infos = {slot.source: checkpoint.info(slot.source) for slot in slots if slot.source is not None}
     tied = _tied(slots)
     missing = tuple(slot.name for slot in slots if slot.source is None and slot.name not in tied)
-    unexpected = tuple(name for name in checkpoint if name.startswith(prefix) and name not in infos)
+    unexpected = tuple(name for name in checkpoint if name.startswith(prefix) and name not in known)
     _check_fit(slots, infos, checkpoint.name, dtype)
     if strict:
         _check_names(module, missing, unexpected, checkpoint.name, prefix)
@@ -206,14 +206,16 @@ def _slots(module: nn.Module) -> list[_Slot]:
     return list(slots.values())
 
 
-def _choose_sources(slots: list[_Slot], checkpoint: "Checkpoint", prefix: str, rename: Rename) -> None:
+def _choose_sources(slots: list[_Slot], checkpoint: "Checkpoint", prefix: str, rename: Rename) -> set[str]:
+    """Give each slot the tensor of its first name that is stored; return all names that have a place."""
+    known = set()
+    tied = checkpoint.tied
     for slot in slots:
-        for name in slot.names:
-            source = prefix + _renamed(name, rename)
-            source = checkpoint.tied.get(source, source)
-            if source in checkpoint:
-                slot.source = source
-                break
+        wanted = [prefix + _renamed(name, rename) for name in slot.names]
+        stored = [tied.get(name, name) for name in wanted if name in checkpoint]
+        slot.source = stored[0] if stored else None
+        known.update(stored)
+    return known
 
 
 def _renamed(name: str, rename: Rename) -> str:

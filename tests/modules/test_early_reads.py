@@ -53,9 +53,7 @@ def attach(model: Any, dora: bool) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
-    config = LoraConfig(
-        r=4, target_modules=["q_proj", "down_proj"], use_dora=dora, init_lora_weights=False
-    )
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=dora, init_lora_weights=False)
     return get_peft_model(model, config).eval()
 
 
@@ -108,9 +106,9 @@ USES: dict[str, Callable[[Any], Any]] = {
     "merge": lambda m: logits(attach(m, dora=False).merge_and_unload()),
     "merge DoRA": lambda m: logits(attach(m, dora=True).merge_and_unload()),
     "functional_call": lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (IDS,)).logits,
-    "trace": lambda m: torch.jit.trace(
-        lambda ids: m(ids, use_cache=False).logits, (IDS,), check_trace=False
-    )(IDS),
+    "trace": lambda m: torch.jit.trace(lambda ids: m(ids, use_cache=False).logits, (IDS,), check_trace=False)(
+        IDS
+    ),
 }
 
 
@@ -196,9 +194,7 @@ def test_the_first_calls_of_many_threads_are_all_right(saved: Saved) -> None:
     checkpoint, gate = open_gated(saved("llama"))
     model = load_model(checkpoint)
     results: list[torch.Tensor] = []
-    threads = [
-        threading.Thread(target=lambda: results.append(TINY["llama"].run(model))) for _ in range(6)
-    ]
+    threads = [threading.Thread(target=lambda: results.append(TINY["llama"].run(model))) for _ in range(6)]
     for thread in threads:
         thread.start()
     gate.until_someone_waits()

@@ -374,7 +374,9 @@ def test_compiled_code_runs_right_and_full_graphs_are_refused_until_it_has_arriv
     with pytest.raises(Exception, match="bytes are not here yet"):
         whole(torch.ones(2, 5))
     assert is_pending(layer.weight)
-    assert torch.equal(run_late(delivery, lambda: torch.compile(layer, backend="eager")(torch.ones(2, 5))), want)
+    assert torch.equal(
+        run_late(delivery, lambda: torch.compile(layer, backend="eager")(torch.ones(2, 5))), want
+    )
     assert not is_pending(layer.weight)
     torch.compiler.reset()
     assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(torch.ones(2, 5)), want)
