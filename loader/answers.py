@@ -17,9 +17,9 @@ from loadstone.loader.locations import redact
 from loadstone.loader.ranges import ByteRange
 from loadstone.loader.stores import Version
 
-_RANGE = re.compile(r"bytes\s+(?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19}|\*)", re.IGNORECASE)
+_RANGE = re.compile(r"bytes\s+(?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19}|\*)", re.IGNORECASE | re.ASCII)
 _STRONG = re.compile(r'"[\x21\x23-\x7e\x80-\xff]*"')
-_DIGITS = re.compile(r"\d{1,19}")
+_DIGITS = re.compile(r"[0-9]{1,19}")
 _REFERENCE = re.compile(r"&(lt|gt|amp|quot|apos|#[xX][0-9a-fA-F]{1,8}|#[0-9]{1,8});")
 _ENTITIES = {"lt": "<", "gt": ">", "amp": "&", "quot": '"', "apos": "'"}
 _MESSAGE_LIMIT = 200

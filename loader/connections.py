@@ -250,6 +250,10 @@ def _connect_error(error: Exception, origin: Origin, proxy: bool, timeout: float
         )
     if isinstance(error, TimeoutError):
         return TemporaryError(f"{where} did not accept a connection within {timeout:.0f} s", unreachable=True)
+    if proxy and " 407 " in f"{error} ":
+        return AccessError(
+            f"{where} wants a login; write it in the proxy variable, as http://user:password@host:port"
+        )
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return TemporaryError(f"no connection to {where}: {reason}", unreachable=True)
 
