@@ -51,6 +51,7 @@ class AdapterLoad:
     changed: bool
     nbytes: int
     seconds: float
+    warnings: tuple[str, ...]
 
 
 class Engine:
@@ -197,6 +198,7 @@ class Engine:
             changed=before.get(status.name) != status.digest,
             nbytes=status.mapped_bytes,
             seconds=time.perf_counter() - began,
+            warnings=status.warnings,
         )
 
     def unload_adapter(self, name: str) -> None:

@@ -46,6 +46,7 @@ def adapter_routes(engine: Engine, settings: Settings, *, local_only: bool) -> A
             changed=load.changed,
             bytes=load.nbytes,
             milliseconds=round(load.seconds * 1000, 3),
+            warnings=list(load.warnings),
             message=message,
         )
         return JSONResponse(report.model_dump())

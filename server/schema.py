@@ -190,6 +190,7 @@ class LoadAdapterResponse(BaseModel):
     changed: bool = Field(description="False: this very content was loaded already, nothing was done.")
     bytes: int = Field(description="Bytes of tensors now held for it.")
     milliseconds: float
+    warnings: list[str] = Field(description="What is doubtful about it, such as another base's name.")
     message: str
 
 

@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,10 +66,17 @@ class Service:
 
 @contextmanager
 def run_service(
-    base: Path, roots: list[Path], settings: Settings, host: str = "127.0.0.1"
+    base: Path | str,
+    roots: Sequence[Path | str],
+    settings: Settings,
+    host: str = "127.0.0.1",
+    storage_options: dict[str, object] | None = None,
 ) -> Iterator[Service]:
     """Serve ``base`` until the block ends."""
-    engine = Engine(Startup(str(base), settings=settings, roots=[str(root) for root in roots]), settings)
+    startup = Startup(
+        str(base), settings=settings, roots=[str(root) for root in roots], storage_options=storage_options
+    )
+    engine = Engine(startup, settings)
     with socket.create_server((host, 0)) as bound:
         listening = threading.Event()
         server = Server(engine, settings, bound, listening.set)
