@@ -30,12 +30,13 @@ from loadstone.errors import (
     NotFoundError,
 )
 from loadstone.loader.mapping import map_private
-from loadstone.loader.ranges import ByteRange
+from loadstone.loader.ranges import ByteRange, coalesce
 from loadstone.loader.residency import Residency, Window, begin_reading, on_network
 from loadstone.loader.source import Blob, Prefetch, Span
 
 _OPENERS = 8  # files opened side by side: hides latency of network file systems, few descriptors
-_HINT = 64 * 1024  # spans from this size on are worth a read-ahead request of their own
+_PAGE = 4096
+_HINT = 4 * _PAGE  # spans from this size on are worth a read-ahead request of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class LocalBlob:
     def ensure(self, spans: Sequence[ByteRange], timeout: float | None = None) -> None:  # noqa: ARG002 - nothing here can take long
         """Check that the file is still the one opened, and ask the kernel to read ``spans`` soon."""
         self.check()
-        large = [span for span in spans if span.nbytes >= _HINT]
+        large = [span for span in coalesce(spans, _PAGE) if span.nbytes >= _HINT]
         if large:
             begin_reading(self._path, self._buffer, large, self._on_network)
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from loadstone.errors import FormatError, LoadstoneError, NotFoundError
+from loadstone.errors import AccessError, FormatError, LoadstoneError, NotFoundError
 from loadstone.loader import index
 from loadstone.loader.header import Header, TensorInfo, header_length, parse_header
 from loadstone.loader.local import LocalSource, resolve_folder
@@ -22,6 +22,7 @@ from loadstone.settings import Settings
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _FIRST = 64 * 1024  # what `Source.open` makes ready of each blob
 _SMALL = 100_000_000  # most bytes of a JSON file beside the weights: the same limit as for a header
 
@@ -96,7 +97,7 @@ def read_checkpoint(source: Source, name: str, file: str | None, variant: str | 
     blobs, headers = _read_headers(source, layout.files, name)
     infos, warnings = index.join(layout, headers, name)
     warnings = [*layout.warnings, *warnings]
-    config = read_config(source, name)
+    config = reader.config()
     tied: dict[str, str] = {}
     if config is not None:
         tied, more = index.tied(config, infos.keys())
@@ -113,15 +114,7 @@ def read_checkpoint(source: Source, name: str, file: str | None, variant: str | 
 def read_config(source: Source, where: str) -> dict[str, object] | None:
     """Return the folder's ``config.json``, ``None`` when there is none."""
     data = read_small(source, CONFIG)
-    if data is None:
-        return None
-    try:
-        config = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{CONFIG} in {where} is not JSON ({error}); fetch the file again") from None
-    if not isinstance(config, dict):
-        raise FormatError(f"{CONFIG} in {where} is a JSON {type(config).__name__}; expected an object")
-    return config
+    return None if data is None else _parse_config(data, where)
 
 
 def read_manifest(source: Source, files: Collection[str]) -> Manifest | None:
@@ -136,9 +129,20 @@ def read_manifest(source: Source, files: Collection[str]) -> Manifest | None:
 def read_small(source: Source, name: str) -> bytes | None:
     """Return a whole small file of the folder; ``None`` when there is none of that name."""
     blob = source.open([name])[name]
-    if isinstance(blob, NotFoundError):
+    # Where one may not list, S3 answers "access denied" for whatever does not exist.
+    if isinstance(blob, NotFoundError) or (isinstance(blob, AccessError) and source.names() is None):
         return None
     return _whole(blob)
+
+
+def _parse_config(data: bytes, where: str) -> dict[str, object]:
+    try:
+        config = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{CONFIG} in {where} is not JSON ({error}); fetch the file again") from None
+    if not isinstance(config, dict):
+        raise FormatError(f"{CONFIG} in {where} is a JSON {type(config).__name__}; expected an object")
+    return config
 
 
 def _whole(blob: Blob | LoadstoneError) -> bytes:
@@ -150,21 +154,32 @@ def _whole(blob: Blob | LoadstoneError) -> bytes:
 
 
 class _SmallFiles:
-    """The JSON files beside the weights, opened side by side when the folder can be listed."""
+    """The JSON files beside the weights, looked for side by side, each only once."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self.listed = source.names()
-        if self.listed is not None:
-            source.open([name for name in (INDEX, CONFIG, MANIFEST) if name in self.listed])
+        usual = [INDEX, CONFIG, MANIFEST]
+        if self.listed is None or INDEX not in self.listed:
+            usual.append(SINGLE)  # most likely the weights: their header comes with the same round trip
+        self._found = source.open([name for name in usual if self.listed is None or name in self.listed])
 
     def read(self, name: str) -> bytes | None:
         """Return a file; ``None`` when there is none. A link that leads nowhere is an error."""
-        if self.listed is not None:
-            return _whole(self._source.open([name])[name]) if name in self.listed else None
-        return read_small(self._source, name)
+        if self.listed is not None and name not in self.listed:
+            return None
+        blob = self._found.get(name) or self._source.open([name])[name]
+        if self.listed is None and isinstance(blob, NotFoundError | AccessError):
+            return None  # see `read_small`
+        return _whole(blob)
+
+    def config(self) -> dict[str, object] | None:
+        """Return the parsed ``config.json``."""
+        data = self.read(CONFIG)
+        return None if data is None else _parse_config(data, self._source.name)
 
     def manifest(self) -> Manifest | None:
+        """Return the publisher's manifest."""
         data = self.read(MANIFEST)
         return None if data is None else parse_manifest(data, f"{self._source.name}/{MANIFEST}")
 

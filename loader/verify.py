@@ -1,7 +1,7 @@
 """Compares files with the digests that somebody published for them.
 
 Digests come from ``loadstone.json``, and from an HF cache, whose blobs of large files are named by their
-sha256. Files are read in order, two at a time, and never through their maps.
+sha256. Files are read from end to end, two at a time; local ones by ``pread``, never through their maps.
 """
 
 import hashlib
