@@ -3,7 +3,8 @@
 fsspec has no conditional reads, so a version is what ``info`` says (an ETag, a checksum, a time of
 modification), compared before and after each window is read and before any of it is handed on. A replacement
 that leaves all of that as it was (same size, within one tick of a coarse clock) cannot be seen; where
-``info`` says nothing but the size, objects count as unpinned and are taken whole.
+``info`` says nothing but the size, objects count as unpinned and are taken whole. How long a read may hang is
+up to the file system's own library.
 
 Ownership: file systems that are not asynchronous are not known to be thread-safe, so each thread has its
 own, and a forked child makes new ones.
@@ -171,14 +172,12 @@ class FsspecTransport:
         self._closed = True
 
     def _persist(self, obj: RemoteObject, gate: Gate, step: Callable[[], _T]) -> _T:
-        work = Work(obj.name, self._settings.retry_seconds, self._manners, gate)
-        while True:
+        def once() -> _T:
             if self._closed:
                 raise ClosedError(f"{obj.name}: its store was closed; open the checkpoint again")
-            try:
-                return step()
-            except TemporaryError as fault:
-                work.failed(fault)
+            return step()
+
+        return persist(Work(obj.name, self._settings.retry_seconds, self._manners, gate), once)
 
     def _pinned_read(self, obj: RemoteObject, version: Version, span: ByteRange) -> bytes:
         data = self._read(obj, span)
@@ -224,6 +223,15 @@ def _deliver(data: bytes, start: int, sink: Sink, gate: Gate) -> None:
 def _path_of(obj: RemoteObject) -> str:
     path: str = getattr(obj, "path")  # noqa: B009  a store hands its own objects to its own transport
     return path
+
+
+def persist(work: Work, step: Callable[[], _T]) -> _T:
+    """Take ``step``, again and again while it fails in ways that may pass and ``work`` has patience."""
+    while True:
+        try:
+            return step()
+        except TemporaryError as fault:
+            work.failed(fault)
 
 
 @contextmanager

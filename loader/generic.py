@@ -10,12 +10,12 @@ from typing import Any
 
 from loadstone.errors import AccessError
 from loadstone.loader.access import HttpObject
-from loadstone.loader.backoff import TemporaryError
+from loadstone.loader.backoff import Manners, Work
 from loadstone.loader.exchange import Pool
-from loadstone.loader.fsreads import FileSystems, FsspecObject, FsspecTransport, translated
+from loadstone.loader.fsreads import FileSystems, FsspecObject, FsspecTransport, persist, translated
 from loadstone.loader.locations import Location, check_name
 from loadstone.loader.signed import SIGNED_FOR, SignedAccess
-from loadstone.loader.stores import RemoteObject, Transport
+from loadstone.loader.stores import OpenGate, RemoteObject, Transport
 from loadstone.loader.transfer import HttpTransport
 from loadstone.settings import Settings
 
@@ -55,14 +55,17 @@ class FsspecStore:
 
     def names(self) -> tuple[str, ...] | None:
         """List the folder; ``None`` when that is not possible or not allowed."""
-        folder = self._path("")
+        work = Work(self.name, self._settings.retry_seconds, Manners(), OpenGate())
         try:
-            with translated(self.name):
-                entries = self._systems.get().ls(folder, detail=True)
-        except (AccessError, TemporaryError):
+            entries = persist(work, self._entries)
+        except AccessError:
             return None
         files = (str(entry["name"]).rstrip("/") for entry in entries if entry.get("type") == "file")
         return tuple(name.rpartition("/")[2] for name in files if name.rpartition("/")[2])
+
+    def _entries(self) -> list[dict[str, Any]]:
+        with translated(self.name):
+            return list(self._systems.get().ls(self._path(""), detail=True))
 
     def close(self) -> None:
         """Drop every connection."""

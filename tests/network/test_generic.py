@@ -36,6 +36,7 @@ class FlakyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no 
     store: ClassVar[dict[str, object]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
     failures: ClassVar[list[BaseException]] = []
+    listing_failures: ClassVar[list[BaseException]] = []
     forgetful = False
     swap_after: ClassVar[list[bytes]] = []
 
@@ -46,6 +47,11 @@ class FlakyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no 
     def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
         found: dict[str, Any] = super().info(path, **kwargs)
         return {key: found[key] for key in ("name", "size", "type")} if FlakyFileSystem.forgetful else found
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        if FlakyFileSystem.listing_failures:
+            raise FlakyFileSystem.listing_failures.pop()
+        return super().ls(path, detail, **kwargs)
 
     def _open(self, path: str, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
         if mode == "rb" and FlakyFileSystem.failures:
@@ -132,6 +138,14 @@ def test_where_nothing_tells_versions_apart_objects_are_taken_whole(store: Store
     FlakyFileSystem.failures[:] = [OSError("line cut")]
     assert store.transport.fetch_whole(store.object("m"), len(DATA), sink, GATE) == version
     assert out == DATA
+
+
+def test_a_listing_is_tried_again_and_refused_ones_are_none(store: Store) -> None:
+    FlakyFileSystem.listing_failures[:] = [OSError("line cut")] * 3
+    assert store.names() == ("m",)
+    for error in (PermissionError("no"), NotImplementedError()):
+        FlakyFileSystem.listing_failures[:] = [error]
+        assert store.names() is None
 
 
 def test_a_folder_is_no_object(store: Store) -> None:
