@@ -16,6 +16,7 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from loadstone.errors import AccessError, SettingsError, TransferError
@@ -139,10 +140,8 @@ class Link:
         self.used = False
         self.idle_since = 0.0
         self._buffer: memoryview | None = None
-        connection.response_class = self._respond  # type: ignore[assignment]  # a factory serves as the class
-
-    def _respond(self, sock: socket.socket, *args: object, **kwargs: object) -> _Response:
-        return _Response(sock, *args, pace=self.pace, **kwargs)
+        # No method of this object: that would be a cycle, and a forgotten socket would wait for the collector.
+        connection.response_class = partial(_Response, pace=pace)  # type: ignore[assignment]  # a factory will do
 
     @property
     def buffer(self) -> memoryview:

@@ -6,6 +6,7 @@ import ssl
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -235,8 +236,11 @@ def test_pools_are_forgotten_with_their_stores(server: FaultyServer, settings: S
     store = web(server.port, settings)
     assert fetch(store, ByteRange(0, 10)) == DATA[:10]
     assert len(exchange._POOLS) == before + 1
-    del store
+    pool = next(pool for pool in exchange._POOLS if pool._idle)
+    link = weakref.ref(pool._idle[0])
+    del store, pool
     assert len(exchange._POOLS) == before
+    assert link() is None  # Its socket went with it, without waiting for the collector.
 
 
 def test_a_body_is_received_up_to_the_fault(server: FaultyServer, settings: Settings) -> None:
