@@ -8,11 +8,12 @@ answer.
 
 Concurrency: ``_lock`` serialises apply and forward; it is held from entering `apply` to leaving it, by the
 thread that runs the model. All state here (attached adapters, stacks, plans) belongs to its holder. Other
-threads only read `is_attached` and `nbytes`, and hand over members to drop through `forget`, which does the
+threads only ask `is_attached`, `nbytes` and `runs_elsewhere`, and hand over members to drop through `forget`, which does the
 work itself when nobody holds the lock and leaves it to the holder otherwise.
 """
 
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,9 @@ from loadstone.errors import AdapterError
 
 _PLANS = 16
 """Most plans kept: of the memberships that batches had lately."""
+
+_MOMENT = 0.2
+"""Seconds after a batch in which the next one is expected."""
 
 
 class Attachable(Protocol):
@@ -89,6 +93,13 @@ class Attacher:
         """Say whether a version is attached now."""
         return uid in self._attached
 
+    def runs_elsewhere(self) -> bool:
+        """Say whether another thread is applying batches, now or a moment ago."""
+        owner, ended = self._gate.last, self._gate.ended
+        if owner is None or owner == threading.get_ident():
+            return False
+        return self._gate.owner == owner or time.monotonic() - ended < _MOMENT
+
     def check(self, updates: fit.Updates) -> int:
         """See `fit.check`; any thread."""
         return fit.check(self._modules, updates)
@@ -111,14 +122,14 @@ class Attacher:
             try:
                 self._drop_gone()
                 patches = self._patches(rows)
-                self._gate.owner = threading.get_ident()
+                self._gate.enter()
                 for patch in patches.values():
                     patch.set()
                 yield
             finally:
                 for patch in patches.values():
                     patch.unset()
-                self._gate.owner = None
+                self._gate.leave()
                 self._drop_gone()
         self._sweep()
 
@@ -203,12 +214,21 @@ class Attacher:
 
 
 class _Gate:
-    """Which thread runs the model under `apply` now."""
+    """Which thread runs the model under `apply` now, and which did last."""
 
-    __slots__ = ("owner",)
+    __slots__ = ("ended", "last", "owner")
 
     def __init__(self) -> None:
         self.owner: int | None = None
+        self.last: int | None = None
+        self.ended = 0.0
+
+    def enter(self) -> None:
+        self.owner = self.last = threading.get_ident()
+
+    def leave(self) -> None:
+        self.ended = time.monotonic()
+        self.owner = None
 
 
 class _Patch:

@@ -14,6 +14,7 @@ from itertools import count
 
 from loadstone.adapters.book import Book, Entry
 from loadstone.adapters.fit import Updates
+from loadstone.adapters.pace import Pace
 from loadstone.adapters.roots import Place, Roots
 from loadstone.adapters.versions import Readable, Version
 from loadstone.errors import (
@@ -55,6 +56,8 @@ class Loads:
         Checks updates against the model, and returns the bytes that attaching takes beyond the file.
     free : callable
         Frees what the records have let go of; called without the lock.
+    busy : callable
+        Says whether another thread is running batches.
     absent_seconds : float
         For how long `ensure` does not try again what failed.
     """
@@ -68,6 +71,7 @@ class Loads:
         read: Reader,
         check: Callable[[Updates], int],
         free: Callable[[], None],
+        busy: Callable[[], bool],
         absent_seconds: float,
     ) -> None:
         self._book = book
@@ -76,6 +80,7 @@ class Loads:
         self._read = read
         self._check = check
         self._free = free
+        self._pace = Pace(busy)
         self._absent: OrderedDict[str, tuple[float, Exception]] = OrderedDict()
         self._absent_seconds = absent_seconds
 
@@ -161,7 +166,8 @@ class Loads:
 
     def _read_into(self, entry: Entry, places: Sequence[Place], *, replace: bool) -> None:
         start = time.perf_counter()
-        place, adapter = self._read_first(entry.name, places)
+        with self._pace.turn():
+            place, adapter = self._read_first(entry.name, places)
         try:
             fresh = Version(next(_uids), adapter, self._check(adapter.updates))
             with self._changed:

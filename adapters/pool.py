@@ -90,6 +90,7 @@ class AdapterPool:
             read=read or _reader(base, storage_options, settings),
             check=self._attacher.check,
             free=self._free,
+            busy=self._attacher.runs_elsewhere,
             absent_seconds=absent_seconds,
         )
 
