@@ -8,8 +8,8 @@ answer.
 
 Concurrency: ``_lock`` serialises apply and forward; it is held from entering `apply` to leaving it, by the
 thread that runs the model. All state here (attached adapters, stacks, plans) belongs to its holder. Other
-threads only ask `is_attached`, `nbytes` and `runs_elsewhere`, and hand over members to drop through `forget`, which does the
-work itself when nobody holds the lock and leaves it to the holder otherwise.
+threads only ask `is_attached`, `nbytes` and `runs_elsewhere`, and hand over versions to drop through
+`forget`, which does the work itself when nobody holds the lock and leaves it to the holder otherwise.
 """
 
 import threading

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 SHARE = 0.1
 """The part of one CPU that loads may take from running batches."""
 
-_LONGEST_PAUSE = 0.5
+_LONGEST_PAUSE = 0.2
+_LONGEST_WAIT = 1.0
+"""Seconds after one load, and before any: who waits for an adapter must not wait for long."""
 
 
 class Pace:
@@ -47,5 +49,6 @@ class Pace:
         now = time.monotonic()
         with self._lock:
             start = max(now, self._free_at)
+            start = min(start, now + _LONGEST_WAIT)
             self._free_at = start + min(self._cost / SHARE, _LONGEST_PAUSE)
         return start - now
