@@ -266,8 +266,7 @@ class Engine:
             if self._state == "starting":
                 self._state = "ready"
         while self._next_round():
-            for slot in self._running:
-                self._advance(slot, loaded)
+            self._step(loaded)
         self._end_all()
         loaded.close()
 
@@ -299,8 +298,12 @@ class Engine:
                     if self._halt or self._running:
                         return not self._halt
                     self._wake.wait()
-            for job in over:
-                job.leases.close()
+            _let_go(over)
+
+    def _step(self, loaded: "Loaded") -> None:
+        """Give every running answer one more token."""
+        for slot in self._running:
+            self._advance(slot, loaded)
 
     def _advance(self, slot: Slot, loaded: "Loaded") -> None:
         job = slot.job
@@ -329,4 +332,10 @@ class Engine:
         for job in jobs:
             job.over = True
             job.give(NotReadyError("the service is stopping; send the request again, elsewhere or later"))
-            job.leases.close()
+        _let_go(jobs)
+
+
+def _let_go(jobs: set[Job]) -> None:
+    # A function of its own: while the engine waits, no variable of its loop may keep a key-value cache alive.
+    for job in jobs:
+        job.leases.close()

@@ -1,7 +1,9 @@
 """More work than fits, clients that leave, and a model that fails: the service goes on."""
 
+import gc
 import socket
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -11,6 +13,7 @@ from tests.support.served_models import reference
 from tests.support.service import Service, check_error
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import DynamicCache
 
 from loadstone.errors import GenerationError
 from loadstone.server.work import Completion
@@ -83,6 +86,14 @@ def test_leaving_the_engines_own_loop_ends_the_work(service: Service) -> None:
         assert piece.index == 0
         break
     service.until("idle", seconds=2)
+
+
+def test_an_idle_engine_keeps_no_key_value_cache(service: Service) -> None:
+    assert service.say("tiny", PROMPT)
+    service.until("idle")
+    time.sleep(0.05)
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if type(thing) is DynamicCache]
 
 
 def _poison(model: nn.Module, token: int) -> RemovableHandle:
