@@ -9,7 +9,7 @@ import contextlib
 import json
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,26 +67,60 @@ def _generation_config(checkpoint: "Checkpoint", folder: str) -> Any:
     return read(folder, local_files_only=True)
 
 
-def model_class(config: Any, where: str) -> Any:
-    """Return the transformers class that a configuration names.
+def model_class(config: Any, chosen: Any, where: str) -> tuple[Any, Any]:
+    """Return the transformers class to make, and the configuration to make it with.
+
+    Parameters
+    ----------
+    config : PretrainedConfig
+        What ``config.json`` says.
+    chosen : class or None
+        A model's class, an ``Auto…`` class, or ``None`` for the class that the configuration names.
+    where : str
+        The checkpoint's name, for messages.
 
     Raises
     ------
     BindError
         This version of transformers has no such class.
     """
-    named = list(config.architectures or ())
-    for name in named:
+    names = list(config.architectures or ())
+    if chosen is None:
+        chosen = _named_class(names)
+    if chosen is None and names:
+        raise BindError(
+            f"{where}: transformers {transformers.__version__} has no {names[0]}, which config.json names; a "
+            "newer one may, or pass auto_class=; code inside a checkpoint is never run"
+        )
+    if chosen is None:
+        generates = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        chosen = transformers.AutoModelForCausalLM if generates else transformers.AutoModel
+    return _resolved(chosen, config, names, where)
+
+
+def _named_class(names: Sequence[str]) -> Any:
+    for name in names:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
-    if named:
+    return None
+
+
+def _resolved(chosen: Any, config: Any, names: Sequence[str], where: str) -> tuple[Any, Any]:
+    """Look an ``Auto…`` class up, as its own ``from_pretrained`` does, which wants a folder or a Hub name."""
+    if issubclass(chosen, transformers.PreTrainedModel):
+        return chosen, config
+    found = chosen._model_mapping.get(type(config), None)
+    if found is None:
         raise BindError(
-            f"{where}: transformers {transformers.__version__} has no {named[0]}, which config.json names; a "
-            "newer one may, or pass auto_class=; code inside a checkpoint is never run"
+            f"{where}: {chosen.__name__} has no class for {type(config).__name__}; pass another one"
         )
-    generates = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    return transformers.AutoModelForCausalLM if generates else transformers.AutoModel
+    if isinstance(found, (tuple, list)):
+        found = next((one for one in found if one.__name__ in names), found[0])
+    text_config = config.sub_configs.get("text_config")
+    if text_config is not None and found.config_class is text_config:
+        config = config.get_text_config()  # the text half of a model that also sees
+    return found, config
 
 
 def computes_buffers(module: nn.Module) -> bool:

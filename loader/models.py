@@ -127,7 +127,7 @@ def _load(
     options = {} if attention is None else {"attn_implementation": attention}
     with architectures.quiet(), architectures.translated(where):
         config, generation = architectures.read_configs(checkpoint)
-        factory = auto_class or architectures.model_class(config, where)
+        factory, config = architectures.model_class(config, auto_class, where)
         model: PreTrainedModel
         model, info = factory.from_pretrained(
             None,

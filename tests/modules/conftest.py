@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from tests.support.tiny_models import TINY
 
 Saved = Callable[[str], Path]

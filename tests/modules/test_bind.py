@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.modules.conftest import Saved
+from tests.support.gated_source import open_gated
+from tests.support.tiny_models import TINY, usual
 from torch import nn
 
 from loadstone.errors import BindError, StalledError
 from loadstone.loader.checkpoint import Checkpoint, open_checkpoint
 from loadstone.loader.modules import bind, pending_tensors, wait_for
-from tests.modules.conftest import Saved
-from tests.support.gated_source import open_gated
-from tests.support.tiny_models import TINY, usual
 
 X = torch.linspace(-1, 1, 2 * 5 * 16).view(2, 5, 16)
 
@@ -50,7 +50,7 @@ IDS = torch.tensor([0, 3, 6])
 
 
 def random_state(make: Callable[[], nn.Module]) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Return a module with random values, in evaluation mode, and its tensors, each with memory of its own."""
+    """Return a module with random values, in evaluation mode, and its tensors in memory of their own."""
     torch.manual_seed(5)
     module = make()
     with torch.no_grad():
@@ -277,7 +277,8 @@ class Recurrent(nn.Module):
 
 
 def weight_normed() -> nn.Module:
-    return nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+    normed: nn.Module = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+    return normed
 
 
 MODULES = {
@@ -320,7 +321,7 @@ def test_a_module_copied_before_its_first_call(tmp_path: Path) -> None:
     assert torch.equal(run(copied, X), run(full, X))
     assert torch.equal(run(module, X), run(full, X))
     with torch.no_grad():
-        copied.linear1.weight.zero_()
+        copied.get_parameter("linear1.weight").zero_()
     assert torch.equal(run(module, X), run(full, X))
     assert not any(child._forward_pre_hooks for m in (module, copied) for child in m.modules())
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.modules.conftest import Saved
+from tests.support.gated_source import Gate, open_gated
+from tests.support.tiny_models import IDS, TINY, usual
 
 from loadstone.errors import TransferError
 from loadstone.loader.models import load_model
 from loadstone.loader.modules import pending_tensors, wait_for
-from tests.modules.conftest import Saved
-from tests.support.gated_source import Gate, open_gated
-from tests.support.tiny_models import IDS, TINY, usual
 
 
 def run_late(gate: Gate, use: Callable[[], Any]) -> Any:
@@ -43,6 +43,9 @@ def run_late(gate: Gate, use: Callable[[], Any]) -> Any:
         raise errors[0]
     assert blocked, "it did not wait for its bytes"
     return results[0]
+
+
+untyped: Any = torch  # for what torch leaves without types
 
 
 def logits(model: Any) -> Any:
@@ -84,6 +87,13 @@ def loaded_over(model: Any) -> Any:
     return logits(model)
 
 
+def traced(model: Any) -> Any:
+    def call(ids: torch.Tensor) -> Any:
+        return model(ids, use_cache=False).logits
+
+    return untyped.jit.trace(call, (IDS,), check_trace=False)(IDS)
+
+
 USES: dict[str, Callable[[Any], Any]] = {
     "forward": logits,
     "generate": lambda m: m.generate(IDS, max_new_tokens=5, do_sample=False),
@@ -106,9 +116,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "merge": lambda m: logits(attach(m, dora=False).merge_and_unload()),
     "merge DoRA": lambda m: logits(attach(m, dora=True).merge_and_unload()),
     "functional_call": lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (IDS,)).logits,
-    "trace": lambda m: torch.jit.trace(lambda ids: m(ids, use_cache=False).logits, (IDS,), check_trace=False)(
-        IDS
-    ),
+    "trace": traced,
 }
 
 

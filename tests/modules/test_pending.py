@@ -1,6 +1,7 @@
 """A pending tensor waits at every use that needs its bytes, and is an ordinary one from then on."""
 
 import copy
+import functools
 import io
 import os
 import pickle
@@ -24,6 +25,7 @@ from loadstone.loader.pending import (
     settle,
 )
 
+untyped: Any = torch  # for what torch leaves without types
 TRUE = torch.arange(1.0, 21.0).view(4, 5)
 
 
@@ -96,7 +98,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "clone": lambda t: t.clone(),
     "item": lambda t: t[1, 2].item(),
     "tolist": lambda t: t.tolist(),
-    "iterate": lambda t: list(t),
+    "iterate": list,
     "truth": lambda t: bool((t > 0).all()),
     "compare": lambda t: t == 3.0,
     "in place": filled,
@@ -108,9 +110,9 @@ READS: dict[str, Callable[[Any], Any]] = {
     "right of matmul": lambda t: torch.ones(4) @ t,
     "numpy": lambda t: t.numpy().copy(),
     "asarray": lambda t: np.asarray(t).copy(),
-    "numpy function": np.exp,
+    "in numpy's list": lambda t: np.stack([np.zeros((4, 5)), t]),
     "in a list": lambda t: torch.cat([torch.zeros(1, 5), t]),
-    "in nested lists": lambda t: torch.block_diag(*[t, t]),
+    "in nested lists": lambda t: untyped.block_diag(*[t, t]),
     "by keyword": lambda t: torch.add(input=torch.zeros(4, 5), other=t),
     "as out=": lambda t: torch.add(torch.ones(4, 5), 1, out=t),
     "as an index": lambda t: torch.arange(30)[t.long()],
@@ -126,7 +128,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "copy": lambda t: copy.copy(t).sum(),
     "pickle": lambda t: pickle.loads(pickle.dumps(t)),
     "torch.save": saved_and_loaded,
-    "from_dlpack": torch.from_dlpack,
+    "from_dlpack": untyped.from_dlpack,
     "numpy dlpack": lambda t: np.from_dlpack(t).copy(),
     "storage": storage_bytes,
     "share_memory_": lambda t: t.share_memory_(),
@@ -288,7 +290,7 @@ def test_an_error_reaches_the_reader_and_a_retry_works() -> None:
 def test_waiting_uses_no_processor_and_lets_other_threads_run() -> None:
     delivery = Delivery()
     tensor = delivery.tensor()
-    readers = [threading.Thread(target=lambda: tensor.sum()) for _ in range(4)]
+    readers = [threading.Thread(target=tensor.sum) for _ in range(4)]
     for reader in readers:
         reader.start()
     while not delivery.asked:
@@ -307,7 +309,7 @@ def test_waiting_uses_no_processor_and_lets_other_threads_run() -> None:
 def test_a_forked_child_is_not_held_up_by_a_thread_it_does_not_have() -> None:
     delivery = Delivery()
     tensor = delivery.tensor()
-    reader = threading.Thread(target=lambda: tensor.sum())
+    reader = threading.Thread(target=tensor.sum)
     reader.start()
     while not delivery.asked:
         time.sleep(0.001)
@@ -331,7 +333,7 @@ def test_a_forked_child_is_not_held_up_by_a_thread_it_does_not_have() -> None:
 POINTERS: dict[str, Callable[[Any], Any]] = {
     "data_ptr in C++": without_torch_function(lambda t: t.data_ptr()),
     "numpy in C++": without_torch_function(lambda t: t.numpy()),
-    "dlpack in C++": torch.utils.dlpack.to_dlpack,
+    "dlpack in C++": untyped.utils.dlpack.to_dlpack,
     "buffer protocol": memoryview,
 }
 
@@ -351,7 +353,7 @@ def test_a_tensor_that_torch_will_not_exchange_still_reads_right() -> None:
     delivery = Delivery()
     delivery.arrived.set()
     tensor = delivery.tensor()
-    weak = torch._C._WeakTensorRef(tensor)  # what makes the exchange impossible
+    weak = untyped._C._WeakTensorRef(tensor)  # what makes the exchange impossible
     assert tensor.sum() == TRUE.sum()
     assert is_pending(tensor)
     with torch.no_grad():
@@ -383,13 +385,16 @@ def test_compiled_code_runs_right_and_full_graphs_are_refused_until_it_has_arriv
 
 
 def test_traced_and_exported_modules_hold_the_right_values() -> None:
-    for make in (
-        lambda layer: torch.jit.trace(layer, torch.ones(2, 5), check_trace=False),
-        lambda layer: torch.export.export(layer, (torch.ones(2, 5),), strict=False).module(),
-    ):
+    def trace(layer: nn.Module) -> Any:
+        return untyped.jit.trace(layer, torch.ones(2, 5), check_trace=False)
+
+    def export(layer: nn.Module) -> Any:
+        return torch.export.export(layer, (torch.ones(2, 5),), strict=False).module()
+
+    for make in (trace, export):
         delivery = Delivery()
         layer = nn.Linear(5, 4).requires_grad_(False)
         layer.weight = delivery.tensor()
         want = nn.functional.linear(torch.ones(2, 5), TRUE, layer.bias)
-        made = run_late(delivery, lambda make=make, layer=layer: make(layer))
+        made = run_late(delivery, functools.partial(make, layer))
         assert torch.equal(made(torch.ones(2, 5)), want)

@@ -28,7 +28,7 @@ class Tiny:
         with torch.no_grad():  # what is initialised to a constant would hide an error
             for parameter in model.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
-        return model
+        return model.to(config.dtype or torch.float32)
 
     def save(self, folder: Path, max_shard_size: str = "5GB") -> Path:
         self.build().save_pretrained(folder, max_shard_size=max_shard_size)
