@@ -10,6 +10,7 @@ Ownership: a `Link` belongs to the thread that took it from its pool; only `Link
 import contextlib
 import http.client
 import io
+import os
 import select
 import socket
 import ssl
@@ -139,8 +140,10 @@ class Link:
         self.extra: dict[str, str] = {}
         self.used = False
         self.idle_since = 0.0
+        self.socket: socket.socket | None = None
+        """Known here even after http.client, told that this answer is the last, has let go of it."""
         self._buffer: memoryview | None = None
-        # No method of this object: that would be a cycle, and a forgotten socket would wait for the collector.
+        # No method of this object: that would be a cycle, and keep a forgotten socket until a collection.
         connection.response_class = partial(_Response, pace=pace)  # type: ignore[assignment]  # a factory will do
 
     @property
@@ -165,11 +168,15 @@ class Link:
 
     def drop(self) -> None:
         """Close it; also wakes a thread that waits on it."""
-        sock = self.connection.sock
-        if sock is not None:
+        if self.socket is not None:
             with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+                self.socket.shutdown(socket.SHUT_RDWR)
         self.connection.close()
+
+    def abandon(self) -> None:
+        """Close this process's copy of a connection that its parent goes on using: nothing is said on it."""
+        if self.socket is not None and (descriptor := self.socket.detach()) >= 0:
+            os.close(descriptor)
 
 
 def connect(origin: Origin, settings: Settings, context: ssl.SSLContext | None) -> Link:
@@ -200,7 +207,8 @@ def connect(origin: Origin, settings: Settings, context: ssl.SSLContext | None) 
     except (OSError, http.client.HTTPException) as error:
         connection.close()
         raise _connect_error(error, via, bool(proxy), settings.connect_timeout) from None
-    connection.sock.settimeout(TICK)
+    link.socket = connection.sock
+    link.socket.settimeout(TICK)
     return link
 
 

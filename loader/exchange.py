@@ -217,8 +217,7 @@ class Pool:
         """Start anew in a child: its parent's connections are closed here without a word on them."""
         closed = self._closed
         for link in [*self._idle, *self._busy]:
-            if link.connection.sock is not None:
-                os.close(link.connection.sock.detach())
+            link.abandon()
         self._reset()
         self._closed = closed
 

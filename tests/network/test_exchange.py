@@ -3,7 +3,6 @@
 import os
 import socket
 import ssl
-import subprocess
 import threading
 import time
 import weakref
@@ -12,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.certificate import CERTIFICATE, KEY
 from tests.support.faulty_server import Fault, FaultyServer, always, first, tag_of
 
 from loadstone.errors import (
@@ -133,8 +133,9 @@ def test_a_kept_connection_the_server_closed_costs_no_retry(server: FaultyServer
     store.close()
 
 
-def test_close_wakes_a_transfer_that_waits(settings: Settings) -> None:
-    with FaultyServer({"/m": DATA}, always(Fault.STALL)) as server:
+@pytest.mark.parametrize("last", [False, True], ids=["kept alive", "last answer"])
+def test_close_wakes_a_transfer_that_waits(last: bool, settings: Settings) -> None:
+    with FaultyServer({"/m": DATA}, always(Fault.STALL_UNMARKED if last else Fault.STALL)) as server:
         store = web(server.port, replace(settings, stall_timeout=30.0, retry_seconds=30.0))
         caught: list[BaseException] = []
 
@@ -257,13 +258,8 @@ def test_a_body_is_received_up_to_the_fault(server: FaultyServer, settings: Sett
 @pytest.fixture
 def certificate(tmp_path: Path) -> Path:
     path = tmp_path / "server.pem"
-    command = (
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=test -addext subjectAltName=IP:127.0.0.1"
-    )
-    subprocess.run(
-        [*command.split(), "-keyout", path, "-out", tmp_path / "cert.pem"], check=True, capture_output=True
-    )
-    path.write_bytes(path.read_bytes() + (tmp_path / "cert.pem").read_bytes())
+    path.write_text(KEY + CERTIFICATE)
+    path.with_name("cert.pem").write_text(CERTIFICATE)
     return path
 
 

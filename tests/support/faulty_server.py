@@ -44,6 +44,7 @@ class Fault(Enum):
     BROKEN = "500"
     HTML = "a login page with 200"
     STALL = "half the body, then silence"
+    STALL_UNMARKED = "half the body, no Content-Length, then silence"
     TRICKLE = "one byte a second"
     RESET = "connection reset after 64 KiB"
     RESET_FIRST = "connection reset before any answer"
@@ -232,7 +233,7 @@ class _Handler(BaseHTTPRequestHandler):
         chunked = fault in (Fault.CHUNKED, Fault.CHUNKED_CUT)
         if chunked:
             self.send_header("Transfer-Encoding", "chunked")
-        elif fault in (Fault.SHORT_UNMARKED, Fault.UNMARKED):
+        elif fault in (Fault.SHORT_UNMARKED, Fault.UNMARKED, Fault.STALL_UNMARKED):
             self.send_header("Connection", "close")
         else:
             self.send_header("Content-Length", str(len(body) - (fault is Fault.WRONG_LENGTH)))
@@ -245,7 +246,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in (Fault.SHORT, Fault.SHORT_UNMARKED):
             self.wfile.write(half)
             self.close_connection = True
-        elif fault is Fault.STALL:
+        elif fault in (Fault.STALL, Fault.STALL_UNMARKED):
             self.wfile.write(half)
             self.server.owner.closing.wait(30)
             self.close_connection = True

@@ -1,0 +1,26 @@
+"""A self-signed certificate for 127.0.0.1, valid for a century; its key is public and protects nothing.
+
+Written down because making one needs a tool that a fresh machine does not have.
+"""
+
+KEY = """\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQg1Nl/NP/c8QzFMib3
+2/3yMKAQO3w7zTDnBJHUqX4ShB+hRANCAASx6ifr46hfDdU7Sk9M2IZ/f0oIxovG
+orlQonLa4zK+hKscbkJvmf/WPEazFoh4fSLNN8K2k0o/k462LoxX6xjI
+-----END PRIVATE KEY-----
+"""
+
+CERTIFICATE = """\
+-----BEGIN CERTIFICATE-----
+MIIBpjCCAU2gAwIBAgIUbfK6l1IUKUKW0WWlrBZkbez+78EwCgYIKoZIzj0EAwIw
+GjEYMBYGA1UEAwwPbG9hZHN0b25lIHRlc3RzMCAXDTI2MTEyOTE2MDEzOVoYDzIx
+MjYxMTA1MTYwMTM5WjAaMRgwFgYDVQQDDA9sb2Fkc3RvbmUgdGVzdHMwWTATBgcq
+hkjOPQIBBggqhkjOPQMBBwNCAASx6ifr46hfDdU7Sk9M2IZ/f0oIxovGorlQonLa
+4zK+hKscbkJvmf/WPEazFoh4fSLNN8K2k0o/k462LoxX6xjIo28wbTAdBgNVHQ4E
+FgQUuGTxWl5CVf6HnI+0EzfOoxrEXLUwHwYDVR0jBBgwFoAUuGTxWl5CVf6HnI+0
+EzfOoxrEXLUwGgYDVR0RBBMwEYcEfwAAAYIJbG9jYWxob3N0MA8GA1UdEwEB/wQF
+MAMBAf8wCgYIKoZIzj0EAwIDRwAwRAIgASvoFskui62fy+kmMTSYTwp5JXe2GX1p
+ovcB9uVUGlwCIGjfYNEpP39/xgiwX4b0XUUEXVvBM/86/zDiSDiYBuLW
+-----END CERTIFICATE-----
+"""
