@@ -17,6 +17,7 @@ is ever waited for here.
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 from loadstone.loader.claims import DEMAND_AT, Claim, PrivateClaim, SharedClaim
@@ -44,7 +45,7 @@ class StoredBlob:
     on_complete : Callable or None
         Called once, from whichever thread, when every block is in the files; must not block.
     on_close : Callable or None
-        Called once, when the blob is closed.
+        Called once, when the blob is closed or garbage.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class StoredBlob:
         self._changed = threading.Condition()
         self._changes = 0
         self._on_complete = on_complete
-        self._on_close = on_close
+        self._closing = None if on_close is None else weakref.finalize(self, on_close)
         self.view = self._map()
         renew_in_child(self)
         self._refresh(0, blocks)
@@ -101,6 +102,12 @@ class StoredBlob:
                 runs.append(self._bytes(start, stop))
                 start = self._have.find(0, stop, last)
         return runs
+
+    def look(self, span: ByteRange) -> None:
+        """See which blocks of ``span`` other processes have brought."""
+        first, last = self._block_numbers(span)
+        if self._have.find(0, first, last) >= 0:
+            self._refresh(first, last)
 
     def changes(self) -> int:
         """Return a number that grows whenever blocks become usable or free."""
@@ -199,19 +206,11 @@ class StoredBlob:
             warn_once(f"{self.name} is kept in memory from here on: {reason}", "spill")
         self.place = None
 
-    def complete(self) -> bool:
-        """Say whether every block is in the files, for every process."""
-        return (
-            self.place is not None and self.missing(ByteRange(0, self.size)) == [] and not any(self._private)
-        )
-
     def close(self) -> None:
         """Stop using the files; what has arrived stays usable through views of it."""
-        with self._changed:
-            done, self._on_close = self._on_close, None
         self.spill()
-        if done is not None:
-            done()
+        if self._closing is not None:
+            self._closing()
 
     def _block_numbers(self, span: ByteRange) -> tuple[int, int]:
         wide = to_blocks(span, self.size)

@@ -38,7 +38,7 @@ class Steering(Protocol):
         ...
 
     def delay(self, nbytes: int) -> float:
-        """Return the seconds to wait before ``nbytes`` are received."""
+        """Return 0 when ``nbytes`` may be received now, else the seconds after which to ask again."""
         ...
 
     def arrived(self, piece: Piece, nbytes: int) -> None:
@@ -70,8 +70,12 @@ class StreamGate:
     def admit(self, nbytes: int) -> None:
         """Let ``nbytes`` be received when it is their turn."""
         self._check()
-        if nbytes:
-            self._sleep(self._steering.delay(nbytes))
+        if nbytes == 0:
+            return
+        self._make_way()
+        while (wait := self._steering.delay(nbytes)) > 0:
+            time.sleep(min(wait, _PAUSE))
+            self._check()
             self._make_way()
 
     def throttled(self, retry_after: float | None) -> None:  # noqa: ARG002  the transport itself waits
@@ -87,12 +91,6 @@ class StreamGate:
     def _check(self) -> None:
         if self._steering.stopped(self._piece):
             raise StoppedError("this transfer was cancelled")
-
-    def _sleep(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            time.sleep(min(left, _PAUSE))
-            self._check()
 
     def _make_way(self) -> None:
         deadline = time.monotonic() + _LONGEST_PAUSE

@@ -14,6 +14,7 @@ child takes its own leases on first use, through a description of its own.
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,8 +40,9 @@ class Leases:
         self._open = reopen
         self._lock = threading.Lock()
         self._counts: dict[int, int] = {}
-        self._fd = -1
+        self._own: list[int] = []  # the descriptor, once there is one
         close_own(self._open())
+        weakref.finalize(self, _close_all, self._own)
         renew_in_child(self)
 
     def current(self) -> bool:
@@ -100,19 +102,12 @@ class Leases:
         with self._lock:
             return conflict(self._description(), _DEMAND, _SPAN) is not None
 
-    def close(self) -> None:
-        """Drop every lease of this process."""
-        with self._lock:
-            self._counts.clear()
-            close_own(self._fd)
-            self._fd = -1
-
     def _description(self) -> int:
-        if self._fd < 0:
-            self._fd = self._open()
+        if not self._own:
+            self._own.append(self._open())
             for base in self._counts:
-                try_lock(self._fd, base + os.getpid(), 1, shared=True)
-        return self._fd
+                try_lock(self._own[0], base + os.getpid(), 1, shared=True)
+        return self._own[0]
 
     def _share(self, base: int, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -138,7 +133,12 @@ class Leases:
     def reset_in_child(self) -> None:
         """Forget the parent's description; the child's own leases follow on first use."""
         self._lock = threading.Lock()
-        self._fd = -1
+        self._own.clear()
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        close_own(fds.pop())
 
 
 def _base(key: str) -> int:

@@ -112,11 +112,18 @@ class Bandwidth:
         self._free_at = 0.0
 
     def delay(self, nbytes: int) -> float:
-        """Take ``nbytes`` out of the budget; return the seconds to wait before receiving them."""
+        """Take ``nbytes`` out of the budget when it allows that now.
+
+        Returns
+        -------
+        float
+            0 when they were taken; otherwise the seconds after which to ask again.
+        """
         if not self._rate:
             return 0.0
         with self._lock:
             now = self._clock()
-            begin = max(now, self._free_at)
-            self._free_at = begin + nbytes / self._rate
-            return begin - now
+            if self._free_at > now:
+                return self._free_at - now
+            self._free_at = now + nbytes / self._rate
+            return 0.0

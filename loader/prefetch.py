@@ -32,6 +32,8 @@ from loadstone.settings import Settings
 
 _IDLE_SECONDS = 5.0
 _LOOK_SECONDS = 0.02
+_LOOK_SHARE = 30  # looking takes at most about one part in so many of a thread's time
+_ASK_ABOUT = 16
 _EVICTIONS = 3
 _PATIENCE = 250  # looks at whether descriptors are free again
 
@@ -68,6 +70,7 @@ class Fetcher:
         self._threads: set[threading.Thread] = set()
         self._idle = 0
         self._looking = False
+        self._look_pause = _LOOK_SECONDS
         self._closed = False
         self._foreign_at, self._foreign = 0.0, False
 
@@ -177,7 +180,7 @@ class Fetcher:
         return True
 
     def delay(self, nbytes: int) -> float:
-        """Return the seconds to wait before ``nbytes`` are received."""
+        """Return 0 when ``nbytes`` may be received now, else the seconds after which to ask again."""
         return self._bandwidth.delay(nbytes)
 
     def arrived(self, piece: Piece, nbytes: int) -> None:
@@ -257,7 +260,7 @@ class Fetcher:
     def _rest(self, look: bool) -> None:
         self._idle += 1
         self._looking = self._looking or look
-        self._work.wait(_LOOK_SECONDS if look else _IDLE_SECONDS)
+        self._work.wait(self._look_pause if look else _IDLE_SECONDS)
         self._idle -= 1
         if look:
             self._looking = False
@@ -274,14 +277,15 @@ class Fetcher:
         with self._lock:
             pieces, batch.later = batch.later, deque()
             batch.running += 1  # it must not seem done meanwhile
-        held = 0
-        free: list[Piece] = []
-        later: list[Piece] = []
-        for piece in pieces:
-            missing = sum(run.nbytes for run in piece.blob.stored.missing(piece.span))
-            held += missing
-            if missing:
-                (free if piece.blob.stored.claimable(piece.span) else later).append(piece)
+        begun = time.monotonic()
+        for stored in {piece.blob.stored for piece in pieces}:
+            stored.look(ByteRange(0, stored.size))
+        left = [piece for piece in pieces if piece.blob.stored.missing(piece.span, look=False)]
+        held = sum(run.nbytes for piece in left for run in piece.blob.stored.missing(piece.span, look=False))
+        # A few free pieces keep the threads busy until the next look; asking about all could take long.
+        free = [piece for piece in left[:_ASK_ABOUT] if piece.blob.stored.claimable(piece.span)]
+        later = [piece for piece in left if piece not in free]
+        self._look_pause = max(_LOOK_SECONDS, _LOOK_SHARE * (time.monotonic() - begun))
         with self._lock:
             batch.running -= 1
             if batch.ended:

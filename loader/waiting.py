@@ -23,6 +23,8 @@ from loadstone.settings import Settings
 
 _TELL_SECONDS = 0.01  # a wait that is over sooner is not worth telling other processes of
 _SMALLEST = 1024 * 1024
+_LOOK_SHARE = 30  # looking takes at most about one part in so many of the waiting time
+_ASK_ABOUT = 16
 
 
 class Queue(Protocol):
@@ -68,6 +70,7 @@ def wait_for(queue: Queue, blob: Fillable, spans: Sequence[ByteRange], timeout: 
     with ExitStack() as undo:
         undo.callback(queue.end, demand)
         queue.begin(demand)
+        queue.submit(demand.pieces[::-1])
         _Wait(queue, blob, demand, undo).run(timeout)
 
 
@@ -78,6 +81,7 @@ class _Wait:
         self._demand = demand
         self._undo = undo
         self._begun = self._moved_at = time.monotonic()
+        self._look_at = 0.0
         self._held = 0
         self._told = False
 
@@ -103,25 +107,31 @@ class _Wait:
             stored.wait(changes, pause if timeout is None else min(pause, timeout - waited))
 
     def _advance(self, stored: StoredBlob) -> None:
-        """Drop finished pieces, queue those that nobody brings, and watch those that others do."""
-        demand = self._demand
-        pieces = demand.pieces
-        while pieces and not stored.missing(pieces[-1].span, look=not pieces[-1].busy):
+        """Drop finished pieces; now and then look at those that nobody here brings."""
+        pieces = self._demand.pieces
+        while pieces and not stored.missing(pieces[-1].span, look=False):
             pieces.pop()
-        held = 0
-        free = []
-        for piece in reversed(pieces):
-            if piece.busy:
-                continue
-            missing = sum(run.nbytes for run in stored.missing(piece.span))
-            held += missing
-            if missing and (demand.private or stored.claimable(piece.span)):
-                free.append(piece)
+        now = time.monotonic()
+        if now >= self._look_at and any(not piece.busy for piece in pieces):
+            self._look(stored, now)
+            self._look_at = now + _LOOK_SHARE * (time.monotonic() - now)
+
+    def _look(self, stored: StoredBlob, now: float) -> None:
+        """Queue idle pieces that are free again, and watch whether the others move."""
+        demand = self._demand
+        stored.look(ByteRange(demand.spans[0].start, demand.spans[-1].stop))
+        demand.pieces = [
+            piece for piece in demand.pieces if piece.busy or stored.missing(piece.span, look=False)
+        ]
+        idle = [piece for piece in reversed(demand.pieces) if not piece.busy]
+        held = sum(run.nbytes for piece in idle for run in stored.missing(piece.span, look=False))
+        # Asking about a few keeps the threads busy until the next look; asking about all could take long.
+        free = [piece for piece in idle[:_ASK_ABOUT] if demand.private or stored.claimable(piece.span)]
         if free:
             self._queue.submit(free)
         if held != self._held or held == 0:
-            self._held, self._moved_at = held, time.monotonic()
-        elif time.monotonic() - self._moved_at > self._queue.settings.stall_timeout:
+            self._held, self._moved_at = held, now
+        elif now - self._moved_at > self._queue.settings.stall_timeout:
             demand.private = True
 
     def _tell(self, stored: StoredBlob) -> None:

@@ -1,5 +1,6 @@
 """The cache folder: trust, budget, eviction, references, and folders that cannot be used."""
 
+import gc
 import json
 import logging
 import os
@@ -368,8 +369,9 @@ def test_users_are_known_by_pid_and_forgotten_at_death(tmp_path: Path) -> None:
         assert nobody
         assert not leases.take(key, 0.05)
     assert leases.take(key, 0.05)
-    leases.close()
-    assert leases.users(key) == []
+    del leases
+    gc.collect()
+    assert leases_at(tmp_path / "leases").users(key) == []
 
 
 def test_a_child_holds_leases_of_its_own(tmp_path: Path) -> None:
@@ -408,6 +410,15 @@ def test_a_failing_disk_drops_the_blob(folder: Path, monkeypatch: pytest.MonkeyP
     assert cache.entries() == []
     monkeypatch.undo()
     assert not cache.blob("x", "x", VERSION).ready(ByteRange(0, BLOCK))
+
+
+def test_forgotten_blobs_are_in_use_no_longer(folder: Path) -> None:
+    cache = new_cache(folder)
+    blob = cache.blob("x", "x", VERSION)
+    assert cache.entries()[0].pids == (os.getpid(),)
+    del blob
+    gc.collect()
+    assert cache.entries()[0].pids == ()
 
 
 def test_only_complete_blobs_are_sealed(folder: Path) -> None:

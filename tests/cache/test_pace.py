@@ -85,8 +85,9 @@ def test_it_stays_within_its_bounds(most: int) -> None:
 def test_bandwidth_is_shared_out_in_time() -> None:
     clock = Clock()
     cap = Bandwidth(1000, clock)
-    assert [cap.delay(500) for _ in range(3)] == [0.0, 0.5, 1.0]
+    assert [cap.delay(500) for _ in range(3)] == [0.0, 0.5, 0.5]
+    clock.now += 0.5
+    assert [cap.delay(2000), cap.delay(1)] == [0.0, 2.0]
     clock.now += 10
-    assert cap.delay(1000) == 0.0
-    assert cap.delay(1) == 1.0
+    assert [cap.delay(1000), cap.delay(1)] == [0.0, 1.0]
     assert Bandwidth(0, clock).delay(10**12) == 0.0

@@ -14,6 +14,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,6 +94,8 @@ def forked(work: Callable[[], int]) -> int:
     status = 99
     try:
         status = min(work(), 98)
+    except BaseException:  # noqa: BLE001  nothing may return from the child
+        traceback.print_exc()
     finally:
         os._exit(status)
 
