@@ -178,6 +178,21 @@ def test_conv1d_adapters_answer_as_in_peft(tmp_path: Path) -> None:
     torch.testing.assert_close(mixed, reference(zoo, ["c", "d"], ids), rtol=1e-5, atol=1e-5)
 
 
+def test_new_tokens_reach_a_head_that_is_tied_to_the_embedding(tmp_path: Path) -> None:
+    def tied() -> PreTrainedModel:
+        return llama(tied=True)
+
+    configs = {"t": {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [7, 1, 30]}}}
+    zoo = build_zoo(tmp_path, tied, configs)
+    model = zoo.make()
+    ids = torch.tensor([[7, 2, 30, 1], [3, 4, 5, 6]])
+    with zoo.pool(model) as pool:
+        got = applied(pool, model, ["t", None], ids)
+    # PEFT multiplies by a whole new head, this by the new rows alone: the last bit may differ.
+    torch.testing.assert_close(got, reference(zoo, ["t", None], ids), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(got[0], zoo.answer(None, ids)[0])
+
+
 def test_experts_answer_as_in_peft_alone_and_are_refused_in_a_mixed_batch(tmp_path: Path) -> None:
     configs = {
         "experts": {
