@@ -211,14 +211,17 @@ class Engine:
         """
         self.loaded().pool.unload(name, timeout=self.settings.drain_seconds)
 
-    def close(self, drain: float = 0.0) -> None:
-        """Take no more requests, give the running ones ``drain`` seconds, and end the thread."""
+    def stop(self) -> None:
+        """Take no more requests and end the running ones with an error, soon; returns at once."""
         with self._wake:
             if self._state != "failed":
                 self._state = "stopping"
-            self._wake.wait_for(lambda: not self._waiting and not self._running, drain)
             self._halt = True
             self._wake.notify_all()
+
+    def close(self) -> None:
+        """Stop, and end the thread."""
+        self.stop()
         self.startup.close()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             # An import or a library's call cannot be interrupted; the thread is a daemon and ends with us.

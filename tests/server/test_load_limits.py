@@ -2,54 +2,40 @@
 
 import gc
 import socket
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 from tests.support.served_models import reference
-from tests.support.service import Service, check_error
+from tests.support.service import Service, check_error, run_service
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
 from loadstone.errors import GenerationError
 from loadstone.server.work import Completion
+from loadstone.settings import Settings
 
 PROMPT = "The lodestone turns"
+SHORT = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
 LONG = {"model": "tiny", "prompt": PROMPT, "max_tokens": 240, "ignore_eos": True}
 
 
 def test_a_full_queue_says_so_and_empties(service: Service) -> None:
-    statuses: list[int] = []
-
-    def ask() -> None:
-        answer = service.http.post("/v1/completions", json={**LONG, "n": 8})
-        statuses.append(answer.status_code)
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(statuses) == [200, 200, 429, 429]
-    assert service.say("tiny", PROMPT)
-
-
-def test_429_has_a_retry_after(service: Service) -> None:
-    jobs = [
-        service.engine.submit(
-            Completion("tiny", ("x",), n=16, max_tokens=200, ignore_eos=True), lambda _: None
-        )
-    ]
-    refused = service.http.post("/v1/completions", json=LONG)
+    filling = Completion("tiny", (PROMPT,), n=14, max_tokens=240, ignore_eos=True)
+    job = service.engine.submit(filling, lambda _: None)
+    refused = service.http.post("/v1/completions", json={**SHORT, "n": 3})
     check_error(refused, 429)
     assert refused.headers["retry-after"] == "1"
-    for job in jobs:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(service.http.post, "/v1/completions", json={**SHORT, "n": 2})
+        service.until("busy")
         job.cancel()
-    service.until("idle")
+        assert waiting.result().status_code == 200
+    assert service.http.post("/v1/completions", json={**SHORT, "n": 16}).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -73,9 +59,12 @@ def test_a_body_that_does_not_come_is_not_waited_for_for_ever(
 ) -> None:
     monkeypatch.setattr("loadstone.server.bodylimit._SECONDS", 0.2)
     port = int(service.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        answer = connection.recv(65536)
+        answer = b""
+        while not answer.endswith(b"}}"):
+            answer += connection.recv(65536)
+    monkeypatch.undo()
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b"did not arrive within 0.2 s" in answer
     assert service.say("tiny", PROMPT)
@@ -86,6 +75,15 @@ def test_leaving_the_engines_own_loop_ends_the_work(service: Service) -> None:
         assert piece.index == 0
         break
     service.until("idle", seconds=2)
+
+
+def test_a_service_that_stops_ends_long_answers_with_an_error(base: Path) -> None:
+    body = {**LONG, "n": 16}
+    with ThreadPoolExecutor(1) as pool:
+        with run_service(base, [], Settings(cache_dir="none", drain_seconds=0.1)) as service:
+            asked = pool.submit(httpx.post, f"{service.url}/v1/completions", json=body, timeout=60)
+            service.until("busy")
+        assert "stopping" in check_error(asked.result(), 503)
 
 
 def test_an_idle_engine_keeps_no_key_value_cache(service: Service) -> None:
