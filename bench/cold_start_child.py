@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loadstone.bench.process import status_bytes
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
@@ -104,11 +106,7 @@ def _encode(prompt: str, read: Callable[[str], bytes]) -> "torch.Tensor":
 
 def _memory() -> dict[str, float]:
     """Return the peak of all memory and the anonymous memory at the end, in bytes."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {
-        "peak_memory_bytes": int(fields["VmHWM"].split()[0]) * 1024,
-        "anonymous_memory_bytes": int(fields["RssAnon"].split()[0]) * 1024,
-    }
+    return {"peak_memory_bytes": status_bytes("VmHWM"), "anonymous_memory_bytes": status_bytes("RssAnon")}
 
 
 WAYS: dict[str, Callable[[Spec], dict[str, float]]] = {

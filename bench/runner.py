@@ -32,10 +32,11 @@ class CannotRun(Exception):  # noqa: N818  an answer, not an error
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way of doing the work of a benchmark."""
+    """One way of doing the work of a benchmark, or one piece of its work where it has several."""
 
     name: str
     measure: Measure
+    work: str = ""
 
 
 def run_ways(report: Report, ways: Sequence[Way], runs: int) -> None:
@@ -53,7 +54,7 @@ def run_ways(report: Report, ways: Sequence[Way], runs: int) -> None:
                 report.absent.append(Absent(way.name, str(reason)))
                 _say(f"{way.name}: absent ({reason})")
                 continue
-            report.rows.append(Row(way.name, run, state, dict(figures)))
+            report.rows.append(Row(way.name, run, state, dict(figures), way.work))
             _say(f"{way.name}, run {run + 1} of {runs}: {human_seconds(time.monotonic() - began)}")
 
 
@@ -89,14 +90,8 @@ def run_process(argv: Sequence[str], env: Mapping[str, str], timeout: float = 60
 def show(report: Report, console: Console | None = None) -> None:
     """Print the medians as a table, then the bars, then what is absent."""
     console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
-    table = Table(title=f"{report.benchmark}: medians of {_runs(report)} runs", title_justify="left")
-    table.add_column("way", no_wrap=True)
-    figures = report.figures()
-    for figure in figures:
-        table.add_column(_heading(figure), justify="right")
-    for way in report.ways():
-        table.add_row(way, *(_cell(figure, report.median(way, figure)) for figure in figures))
-    console.print(table)
+    for work in report.works():
+        console.print(_table(report, work))
     for bar in report.bars:
         sign = "≤" if bar.at_most else "≥"
         verdict = "[green]met[/]" if bar.met else "[red]missed[/]"
@@ -105,27 +100,42 @@ def show(report: Report, console: Console | None = None) -> None:
         console.print(f"absent: {gone.way} ({gone.why})")
 
 
+def _table(report: Report, work: str) -> Table:
+    title = f"{work or report.benchmark}: medians of {_runs(report, work)} runs"
+    table = Table(title=title, title_justify="left")
+    table.add_column("way", no_wrap=True)
+    figures = report.figures(work)
+    for figure in figures:
+        table.add_column(_heading(figure), justify="right")
+    for way in report.ways(work):
+        table.add_row(way, *(_cell(figure, report.median(way, figure)) for figure in figures))
+    return table
+
+
 def write(report: Report, path: Path) -> None:
     """Write ``report`` as JSON to ``path``, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
 
 
-def _runs(report: Report) -> int:
-    return max((row.run for row in report.rows), default=-1) + 1
+def _runs(report: Report, work: str) -> int:
+    return max(row.run for row in report.rows if row.work == work) + 1
 
 
 def _heading(figure: str) -> str:
-    return figure.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ")
+    name = figure.removesuffix("_per_second").removesuffix("_seconds").removesuffix("_bytes")
+    return name.replace("_", " ")
 
 
 def _cell(figure: str, value: float | None) -> str:
     if value is None:
         return "-"
     if figure.endswith("_seconds"):
-        return human_seconds(value)
+        return human_seconds(value) if value >= 0.1 else f"{1000 * value:.3g} ms"
     if figure.endswith("_bytes"):
         return human_bytes(value)
+    if figure.endswith("_bytes_per_second"):
+        return f"{human_bytes(value)}/s"
     return f"{value:.3g}"
 
 

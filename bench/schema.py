@@ -28,19 +28,22 @@ class Row:
     Attributes
     ----------
     way : str
-        What was measured, in words that a table can show.
+        What was measured, in words that a table can show; unique in its report.
     run : int
         Which repetition, from 0.
     state : str
         What was cold and what was warm, as it was proved before the run.
     figures : mapping of str to float
         The measurements; units are in the names.
+    work : str
+        Which piece of work, where a benchmark has several: each is a table of its own.
     """
 
     way: str
     run: int
     state: str
     figures: Mapping[str, float]
+    work: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +95,20 @@ class Report:
         values = [row.figures[figure] for row in self.rows if row.way == way and figure in row.figures]
         return median(values) if values else None
 
-    def ways(self) -> list[str]:
-        """Return the ways that have rows, in the order of their first one."""
-        return list(dict.fromkeys(row.way for row in self.rows))
+    def works(self) -> list[str]:
+        """Return the pieces of work that have rows, in the order of their first one."""
+        return list(dict.fromkeys(row.work for row in self.rows))
 
-    def figures(self) -> list[str]:
-        """Return the names of all figures, in the order of their first use."""
-        return list(dict.fromkeys(name for row in self.rows for name in row.figures))
+    def ways(self, work: str | None = None) -> list[str]:
+        """Return the ways that have rows (of one piece of work), in the order of their first one."""
+        return list(dict.fromkeys(row.way for row in self._of(work)))
+
+    def figures(self, work: str | None = None) -> list[str]:
+        """Return the names of all figures (of one piece of work), in the order of their first use."""
+        return list(dict.fromkeys(name for row in self._of(work) for name in row.figures))
+
+    def _of(self, work: str | None) -> list[Row]:
+        return [row for row in self.rows if work is None or row.work == work]
 
     def to_json(self) -> dict[str, object]:
         """Return the report as JSON-ready data, medians, hardware and versions included."""

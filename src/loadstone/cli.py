@@ -168,6 +168,14 @@ def _add_measuring(commands: "_Commands[argparse.ArgumentParser]") -> None:
     _reading(cold, variant=False)
     cold.add_argument("--prompt", default="Q: What is the capital of France?\nA:", help="what the model is asked")
     cold.add_argument("--bandwidth", metavar="SIZE", help="read the location through a link of so many bytes a second")
-    cold.add_argument("--runs", type=int, default=3, help="runs of each way, interleaved (default: %(default)s)")
-    cold.add_argument("--out", metavar="FILE", help="write the results as JSON here too")
-    _json(cold)
+    loader = _command(kinds, "loader", "bench:loader", "Loading from a local disk, beside the other loaders.")
+    loader.add_argument("--size", default="2G", help="bytes of the checkpoint; bars are meant from 2G on (default: 2G)")
+    loader.add_argument("--work", metavar="DIR", help="folder on the disk to measure (default: here), 3 times --size free")
+    loader.add_argument("--keep", action="store_true", help="leave the inputs there, to be used again")
+    loader.add_argument(
+        "--only", metavar="WORK", action="append", help="resident, usable, many, model, layer or memory; may be repeated"
+    )
+    for parser in (cold, loader):
+        parser.add_argument("--runs", type=int, default=3, help="runs of each way, interleaved (default: %(default)s)")
+        parser.add_argument("--out", metavar="FILE", help="write the results as JSON here, not to bench/results")
+        _json(parser)

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from loadstone.bench.cold_start import cold_start as measure_cold_start
+from loadstone.bench.loader import loader as measure_loader
 from loadstone.bench.runner import show, write
 from loadstone.bench.schema import Report
 from loadstone.commands.common import print_json, settings_of, storage_options_of
@@ -19,6 +20,19 @@ def cold_start(args: argparse.Namespace) -> int:
         runs=args.runs,
         bandwidth=parse_size(args.bandwidth) if args.bandwidth else 0,
         storage_options=storage_options_of(args),
+        settings=settings_of(args),
+    )
+    return _finish(report, args)
+
+
+def loader(args: argparse.Namespace) -> int:
+    """Measure loading from a local disk, beside other loaders."""
+    report = measure_loader(
+        size=parse_size(args.size),
+        runs=args.runs,
+        work=Path(args.work or "."),
+        keep=args.keep,
+        only=args.only,
         settings=settings_of(args),
     )
     return _finish(report, args)

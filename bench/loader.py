@@ -1,0 +1,225 @@
+"""``loadstone bench loader``: loading from a local disk, piece by piece, beside the loaders people use.
+
+Six pieces of work, each in fresh processes, ways interleaved, the page cache's state proved before each run:
+
+- *resident*: a checkpoint of four shards, cold, until every byte is in memory; and the disk's own limit;
+- *usable*: the same, warm, until every tensor can be used, and what that takes of anonymous memory;
+- *many*: opening a file of 100,000 tensors and listing their names;
+- *model*: a transformers model until it can be called, warm; and building the module alone;
+- *layer*: one layer of thirty-two, cold: bytes read from the disk, counted by the kernel;
+- *memory*: four processes that hold the same model, the memory of all together.
+"""
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from loadstone.bench import disk
+from loadstone.bench.hold import hold_together
+from loadstone.bench.loader_bars import loader_bars
+from loadstone.bench.loader_inputs import Inputs
+from loadstone.bench.runner import CannotRun, Way, run_process, run_ways
+from loadstone.bench.schema import Report
+from loadstone.errors import BenchError
+from loadstone.settings import Settings
+
+PROCESSES = 4
+
+_CHILD = "loadstone.bench.loader_child"
+_MODELS = "loadstone.bench.loader_models_child"
+_MARK = ".loadstone-bench-loader"  # names the size in a kept folder of inputs
+
+Files = Callable[[Inputs], Sequence[Path]]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A piece of work: its title, how the page cache is prepared, and its ways by name."""
+
+    title: str
+    module: str
+    prepare: Callable[[Sequence[Path]], str]
+    files: Files
+    ways: Mapping[str, str]
+
+
+def _shards(inputs: Inputs) -> Sequence[Path]:
+    return inputs.shards
+
+
+def _one_file(inputs: Inputs) -> Sequence[Path]:
+    return [inputs.many]
+
+
+def _model(inputs: Inputs) -> Sequence[Path]:
+    return [inputs.llama / "model.safetensors"]
+
+
+WORKS: dict[str, Work] = {
+    "resident": Work(
+        "four shards, cold, until every byte is resident",
+        _CHILD,
+        disk.make_cold,
+        _shards,
+        {
+            "disk: past the page cache": "disk_direct",
+            "disk: plain reads": "disk_plain",
+            "cold: loadstone": "resident_loadstone",
+            "cold: safetensors load_file, touched": "resident_load_file",
+            "cold: Run:ai streamer": "resident_runai",
+            "cold: fastsafetensors": "resident_fastsafetensors",
+            "cold: tensorizer": "resident_tensorizer",
+        },
+    ),
+    "usable": Work(
+        "four shards, warm, until every tensor is usable",
+        _CHILD,
+        disk.make_warm,
+        _shards,
+        {
+            "warm: loadstone": "usable_loadstone",
+            "warm: safetensors safe_open": "usable_safe_open",
+            "warm: safetensors load_file": "usable_load_file",
+        },
+    ),
+    "many": Work(
+        "a file of very many tensors, warm, until its names are listed",
+        _CHILD,
+        disk.make_warm,
+        _one_file,
+        {"names: loadstone": "many_loadstone", "names: safetensors safe_open": "many_safe_open"},
+    ),
+    "model": Work(
+        "a Llama of 24 layers, warm, until it can be called",
+        _MODELS,
+        disk.make_warm,
+        _model,
+        {
+            "model: build on meta only": "load_meta",
+            "model: loadstone load_model": "load_loadstone",
+            "model: from_pretrained": "load_from_pretrained",
+        },
+    ),
+    "layer": Work(
+        "one layer of thirty-two, cold",
+        _CHILD,
+        disk.make_cold,
+        _shards,
+        {
+            "layer: loadstone, by use": "layer_by_use",
+            "layer: loadstone, by prefetch": "layer_by_prefetch",
+            "layer: safetensors safe_open": "layer_safe_open",
+        },
+    ),
+    "memory": Work(
+        f"{PROCESSES} processes that hold the same Llama, together",
+        _MODELS,
+        disk.make_warm,
+        _model,
+        {
+            "held: build on meta only": "hold_meta",
+            "held: loadstone load_model": "hold_loadstone",
+            "held: from_pretrained": "hold_from_pretrained",
+        },
+    ),
+}
+"""Every piece of work, by the name that ``--only`` takes."""
+
+
+def loader(
+    *,
+    size: int,
+    runs: int = 3,
+    work: Path = Path(),
+    keep: bool = False,
+    only: Sequence[str] | None = None,
+    settings: Settings | None = None,
+) -> Report:
+    """Measure loading from a local disk.
+
+    Parameters
+    ----------
+    size : int
+        Bytes of the checkpoint, at least.
+    runs : int
+        Runs of each way.
+    work : Path
+        A folder on the disk to measure.
+    keep : bool
+        Leave the inputs there; a later run with the same size uses them again.
+    only : sequence of str, optional
+        Names out of `WORKS`; all of them by default.
+
+    Returns
+    -------
+    Report
+        Rows of all ways, and bars for what was measured.
+
+    Raises
+    ------
+    BenchError
+        A name in ``only`` is unknown, or loadstone itself could not do a piece of work.
+    """
+    chosen = list(WORKS) if only is None else list(only)
+    unknown = [name for name in chosen if name not in WORKS]
+    if unknown:
+        raise BenchError(f"there is no piece of work called {unknown[0]!r}; choose of {', '.join(WORKS)}")
+    env = (settings or Settings.from_env()).environment()
+    report = Report("loader", {"size": size, "runs": runs, "work": chosen, "processes": PROCESSES})
+    with _inputs(work, size, keep, env) as inputs:
+        for name in chosen:
+            piece = WORKS[name]
+            ways = [
+                Way(way, partial(_measure, piece, target, inputs, env), piece.title)
+                for way, target in piece.ways.items()
+            ]
+            run_ways(report, ways, runs)
+        model_bytes = sum(path.stat().st_size for path in _model(inputs))
+    report.bars += loader_bars(report, model_bytes)
+    return report
+
+
+def _measure(
+    work: Work, target: str, inputs: Inputs, env: Mapping[str, str]
+) -> tuple[str, Mapping[str, float]]:
+    files = [inputs.tensorized] if target.endswith("tensorizer") else work.files(inputs)
+    if not files[0].exists():
+        raise CannotRun("is not installed")
+    state = work.prepare(files)
+    argv = [sys.executable, "-m", work.module, target, str(inputs.folder)]
+    if target.startswith("hold_"):
+        return state, hold_together(argv, env, PROCESSES)
+    figures = run_process(argv, env)
+    if "resident_seconds" in figures:
+        total = sum(path.stat().st_size for path in files)
+        figures["rate_bytes_per_second"] = total / figures["resident_seconds"]
+    if "layer_" in target:
+        figures["cached_after_bytes"] = disk.resident_bytes(files)
+    return state, figures
+
+
+@contextmanager
+def _inputs(work: Path, size: int, keep: bool, env: Mapping[str, str]) -> Iterator[Inputs]:
+    """Give the inputs, written anew unless a former run kept them."""
+    if not work.is_dir():
+        raise BenchError(f"{work} is no folder; make it, or name another with --work")
+    kept = work / f"loadstone-bench-{size}"
+    if (kept / _MARK).exists():
+        yield Inputs(kept.resolve())
+        return
+    folder = Path(tempfile.mkdtemp(prefix="loadstone-bench-", dir=work)).resolve()
+    try:
+        print(f"writing the inputs to {folder}", file=sys.stderr, flush=True)
+        run_process([sys.executable, "-m", "loadstone.bench.loader_inputs", str(folder), str(size)], env)
+        if keep:
+            (folder / _MARK).touch()
+            folder = folder.rename(kept.resolve())
+        yield Inputs(folder)
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
