@@ -61,7 +61,7 @@ def test_raw_reads_read_every_byte(files: list[Path]) -> None:
 
 def test_a_process_knows_its_own_memory() -> None:
     before = status_bytes("RssAnon")
-    with mmap.mmap(-1, 32_000_000) as held:
+    with mmap.mmap(-1, 32_000_000, flags=mmap.MAP_PRIVATE) as held:
         held.write(b"\1" * 32_000_000)
         assert status_bytes("RssAnon") - before >= 30_000_000
         assert proportional_bytes() > 32_000_000
