@@ -1,8 +1,8 @@
 """``loadstone bench cold-start``: from process start to first token, three ways, each in fresh processes.
 
-A local folder is served over loopback by loadstone's own file server, through a link of a stated bandwidth if
-one is given, so that there is a store to start from, and so that the bytes moved are counted where they leave.
-Each run has a node cache of its own that is empty: the network side is cold, the interpreter's files are warm.
+A local folder is served over loopback by loadstone's own file server, through a link of a stated bandwidth
+if one is given, so that there is a store to start from, and so that the bytes moved are counted where they
+leave. Each run has an empty node cache of its own: the network side is cold, the interpreter's files are warm.
 """
 
 import json
@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import loadstone
+from loadstone.bench.link import Link
 from loadstone.bench.runner import Way, run_process, run_ways
 from loadstone.bench.schema import Bar, Report, ratio
-from loadstone.bench.link import Link
 from loadstone.fileserver import FileServer
 from loadstone.loader.locations import parse_location
 from loadstone.settings import Settings
@@ -66,7 +66,9 @@ def cold_start(
     base = settings or Settings.from_env()
     with _store(location, storage_options or {}, bandwidth) as store:
         files = _files(store, base)
-        report = Report("cold-start", {"location": location, "runs": runs, "bandwidth": bandwidth, "prompt": prompt})
+        report = Report(
+            "cold-start", {"location": location, "runs": runs, "bandwidth": bandwidth, "prompt": prompt}
+        )
 
         def way(name: str, mode: str) -> Way:
             return Way(name, lambda: ("node cache empty", _one_run(mode, store, files, prompt, base)))
@@ -108,14 +110,20 @@ def _run_command(store: _Store) -> list[str]:
 
 
 def _files(store: _Store, settings: Settings) -> list[str]:
-    """Return the names of the files that a download fetches: the checkpoint's, and the small ones beside them."""
-    with loadstone.open(store.location, storage_options=store.options, settings=replace(settings, cache_dir="none")) as ckpt:
+    """Return the files that a download fetches: the checkpoint's own, and the small ones beside them."""
+    with loadstone.open(
+        store.location, storage_options=store.options, settings=replace(settings, cache_dir="none")
+    ) as ckpt:
         names = ckpt.source.names()
         weights = {ckpt.info(name).file for name in ckpt}
         if names is not None:
             small = [name for name in names if name.endswith((".json", ".txt", ".model"))]
         else:
-            small = [name for name in ("config.json", "generation_config.json", "tokenizer.json") if _has(ckpt, name)]
+            small = [
+                name
+                for name in ("config.json", "generation_config.json", "tokenizer.json")
+                if _has(ckpt, name)
+            ]
             small += ["model.safetensors.index.json"] if len(weights) > 1 else []
         return sorted(weights | set(small))
 

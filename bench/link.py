@@ -23,7 +23,7 @@ class Link(Hook):
         """Bytes of files sent so far."""
         return self._sent
 
-    def sending(self, path: str, offset: int, nbytes: int) -> None:
+    def sending(self, path: str, offset: int, nbytes: int) -> None:  # noqa: ARG002  the hook says more than is needed
         """Wait until the link has room for ``nbytes``."""
         with self._lock:
             self._sent += nbytes

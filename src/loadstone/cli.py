@@ -65,10 +65,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-_Commands = argparse._SubParsersAction  # noqa: SLF001  argparse names this type only privately
+_Commands = argparse._SubParsersAction
 
 
-def _command(commands: "_Commands[argparse.ArgumentParser]", name: str, target: str, text: str) -> argparse.ArgumentParser:
+def _command(
+    commands: "_Commands[argparse.ArgumentParser]", name: str, target: str, text: str
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(target=f"loadstone.commands.{target}")
     return parser
@@ -80,8 +82,12 @@ def _reading(parser: argparse.ArgumentParser, *, location: bool = True, variant:
         parser.add_argument("location", metavar="LOCATION", help=LOCATION)
     if variant:
         parser.add_argument("--variant", help="read model.VARIANT.safetensors, such as fp16")
-    parser.add_argument("--cache", metavar="DIR", help="folder of the node cache, or `none` (LOADSTONE_CACHE_DIR)")
-    parser.add_argument("--endpoint-url", metavar="URL", help="S3 endpoint, when it is not AWS (AWS_ENDPOINT_URL)")
+    parser.add_argument(
+        "--cache", metavar="DIR", help="folder of the node cache, or `none` (LOADSTONE_CACHE_DIR)"
+    )
+    parser.add_argument(
+        "--endpoint-url", metavar="URL", help="S3 endpoint, when it is not AWS (AWS_ENDPOINT_URL)"
+    )
     parser.add_argument("--anonymous", action="store_true", help="do not sign requests")
 
 
@@ -90,18 +96,31 @@ def _json(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_fetching(commands: "_Commands[argparse.ArgumentParser]") -> None:
-    inspect = _command(commands, "inspect", "inspect:inspect", "Show what a checkpoint holds; moves only its headers.")
+    inspect = _command(
+        commands, "inspect", "inspect:inspect", "Show what a checkpoint holds; moves only its headers."
+    )
     _reading(inspect)
-    inspect.add_argument("--tensors", metavar="PATTERN", help="list the tensors that match, such as 'model.layers.0.*'")
+    inspect.add_argument(
+        "--tensors", metavar="PATTERN", help="list the tensors that match, such as 'model.layers.0.*'"
+    )
     _json(inspect)
-    verify = _command(commands, "verify", "inspect:verify", "Check every byte against the digests that are known for it.")
+    verify = _command(
+        commands, "verify", "inspect:verify", "Check every byte against the digests that are known for it."
+    )
     _reading(verify)
     _json(verify)
-    prefetch = _command(commands, "prefetch", "fetch:prefetch", "Bring a checkpoint to this machine's node cache.")
+    prefetch = _command(
+        commands, "prefetch", "fetch:prefetch", "Bring a checkpoint to this machine's node cache."
+    )
     _reading(prefetch)
-    prefetch.add_argument("patterns", nargs="*", metavar="PATTERN", help="only tensors that match, such as 'lm_head.*'")
     prefetch.add_argument(
-        "--until", choices=("header", "first-layer", "all"), default="all", help="how much must be here (default: all)"
+        "patterns", nargs="*", metavar="PATTERN", help="only tensors that match, such as 'lm_head.*'"
+    )
+    prefetch.add_argument(
+        "--until",
+        choices=("header", "first-layer", "all"),
+        default="all",
+        help="how much must be here (default: all)",
     )
     _json(prefetch)
     run = _command(
@@ -120,7 +139,9 @@ def _add_cache(commands: "_Commands[argparse.ArgumentParser]") -> None:
     listing = _command(actions, "list", "cache:list_entries", "List the cached objects.")
     trim = _command(actions, "trim", "cache:trim", "Remove the least recently used objects that nobody uses.")
     trim.add_argument("size", metavar="SIZE", help="how much may stay, such as 20GiB")
-    remove = _command(actions, "remove", "cache:remove", "Remove what was fetched from a location, or one cached object.")
+    remove = _command(
+        actions, "remove", "cache:remove", "Remove what was fetched from a location, or one cached object."
+    )
     remove.add_argument("location", metavar="LOCATION", help="a location, or the id that `cache list` shows")
     for parser in (listing, trim, remove):
         parser.add_argument("--cache", metavar="DIR", help="folder of the node cache (LOADSTONE_CACHE_DIR)")
@@ -128,24 +149,38 @@ def _add_cache(commands: "_Commands[argparse.ArgumentParser]") -> None:
 
 
 def _add_service(commands: "_Commands[argparse.ArgumentParser]") -> None:
-    serve = _command(commands, "serve", "serve:serve", "Serve a model over HTTP and hot-load adapters onto it.")
+    serve = _command(
+        commands, "serve", "serve:serve", "Serve a model over HTTP and hot-load adapters onto it."
+    )
     _reading(serve, variant=False)
     serve.add_argument(
-        "--adapters", metavar="ROOT", action="append", default=[], help="where adapters may come from; may be repeated"
+        "--adapters",
+        metavar="ROOT",
+        action="append",
+        default=[],
+        help="where adapters may come from; may be repeated",
     )
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     serve.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any (default: 8000)")
     serve.add_argument("--name", help="the base model's name in the API (default: the location's last part)")
-    adapters = commands.add_parser("adapters", help="Load, unload or list a service's adapters; check one offline.")
+    adapters = commands.add_parser(
+        "adapters", help="Load, unload or list a service's adapters; check one offline."
+    )
     actions = adapters.add_subparsers(title="actions", metavar="ACTION", required=True)
     load = _command(actions, "load", "adapters:load", "Load an adapter into a running service.")
     load.add_argument("name", metavar="NAME", help="what requests will call it")
-    load.add_argument("path", metavar="PATH", nargs="?", help="where it is, inside one of the service's roots")
+    load.add_argument(
+        "path", metavar="PATH", nargs="?", help="where it is, inside one of the service's roots"
+    )
     unload = _command(actions, "unload", "adapters:unload", "Unload an adapter from a running service.")
     unload.add_argument("name", metavar="NAME")
-    listing = _command(actions, "list", "adapters:list_adapters", "List a running service's models and adapters.")
+    listing = _command(
+        actions, "list", "adapters:list_adapters", "List a running service's models and adapters."
+    )
     for parser in (load, unload, listing):
-        parser.add_argument("--url", default="http://127.0.0.1:8000", help="the service (default: %(default)s)")
+        parser.add_argument(
+            "--url", default="http://127.0.0.1:8000", help="the service (default: %(default)s)"
+        )
         _json(parser)
     check = _command(actions, "check", "adapters:check", "Check that an adapter is sound and fits a base.")
     check.add_argument("adapter", metavar="ADAPTER", help="the adapter's folder, here or in a store")
@@ -156,26 +191,51 @@ def _add_service(commands: "_Commands[argparse.ArgumentParser]") -> None:
 
 
 def _add_measuring(commands: "_Commands[argparse.ArgumentParser]") -> None:
-    demo = _command(commands, "demo", "demo:demo", "Make a small model and three adapters, serve them, ask them.")
-    demo.add_argument("--store", metavar="URL", help="put them there, such as s3://bucket/prefix (default: a local server)")
-    demo.add_argument("--endpoint-url", metavar="URL", help="S3 endpoint, when it is not AWS (AWS_ENDPOINT_URL)")
-    demo.add_argument("--port", type=int, default=8000, help="port of the service, 0 for any (default: %(default)s)")
+    demo = _command(
+        commands, "demo", "demo:demo", "Make a small model and three adapters, serve them, ask them."
+    )
+    demo.add_argument(
+        "--store", metavar="URL", help="put them there, such as s3://bucket/prefix (default: a local server)"
+    )
+    demo.add_argument(
+        "--endpoint-url", metavar="URL", help="S3 endpoint, when it is not AWS (AWS_ENDPOINT_URL)"
+    )
+    demo.add_argument(
+        "--port", type=int, default=8000, help="port of the service, 0 for any (default: %(default)s)"
+    )
     demo.add_argument("--once", action="store_true", help="stop after the answers")
-    demo.add_argument("--work", metavar="DIR", help="where the model is kept (default: beside the node cache)")
+    demo.add_argument(
+        "--work", metavar="DIR", help="where the model is kept (default: beside the node cache)"
+    )
     bench = commands.add_parser("bench", help="Measure loadstone beside other ways of doing the same.")
     kinds = bench.add_subparsers(title="benchmarks", metavar="WHAT", required=True)
     cold = _command(kinds, "cold-start", "bench:cold_start", "From process start to first token, three ways.")
     _reading(cold, variant=False)
-    cold.add_argument("--prompt", default="Q: What is the capital of France?\nA:", help="what the model is asked")
-    cold.add_argument("--bandwidth", metavar="SIZE", help="read the location through a link of so many bytes a second")
+    cold.add_argument(
+        "--prompt", default="Q: What is the capital of France?\nA:", help="what the model is asked"
+    )
+    cold.add_argument(
+        "--bandwidth", metavar="SIZE", help="read the location through a link of so many bytes a second"
+    )
     loader = _command(kinds, "loader", "bench:loader", "Loading from a local disk, beside the other loaders.")
-    loader.add_argument("--size", default="2G", help="bytes of the checkpoint; bars are meant from 2G on (default: 2G)")
-    loader.add_argument("--work", metavar="DIR", help="folder on the disk to measure (default: here), 3 times --size free")
+    loader.add_argument(
+        "--size", default="2G", help="bytes of the checkpoint; bars are meant from 2G on (default: 2G)"
+    )
+    loader.add_argument(
+        "--work", metavar="DIR", help="folder on the disk to measure (default: here), 3 times --size free"
+    )
     loader.add_argument("--keep", action="store_true", help="leave the inputs there, to be used again")
     loader.add_argument(
-        "--only", metavar="WORK", action="append", help="resident, usable, many, model, layer or memory; may be repeated"
+        "--only",
+        metavar="WORK",
+        action="append",
+        help="resident, usable, many, model, layer or memory; may be repeated",
     )
     for parser in (cold, loader):
-        parser.add_argument("--runs", type=int, default=3, help="runs of each way, interleaved (default: %(default)s)")
-        parser.add_argument("--out", metavar="FILE", help="write the results as JSON here, not to bench/results")
+        parser.add_argument(
+            "--runs", type=int, default=3, help="runs of each way, interleaved (default: %(default)s)"
+        )
+        parser.add_argument(
+            "--out", metavar="FILE", help="write the results as JSON here, not to bench/results"
+        )
         _json(parser)

@@ -1,4 +1,4 @@
-"""What people see while bytes move: a bar on a terminal, a line every few seconds in a log, events for machines.
+"""What people see while bytes move: a bar on a terminal, a line now and then in a log, events for machines.
 
 Everything here goes to standard error, so that a command's own output can be piped; only ``--json`` events
 go to standard output. rich is imported when the first bar is drawn, after the first request has been sent.
@@ -23,7 +23,13 @@ def human_bytes(count: float) -> str:
     while count >= 1024 and unit < len(_UNITS) - 1:
         count /= 1024
         unit += 1
-    return f"{count:.0f} B" if unit == 0 else f"{count:.3g} {_UNITS[unit]}" if count < 1000 else f"{count:.0f} {_UNITS[unit]}"
+    return (
+        f"{count:.0f} B"
+        if unit == 0
+        else f"{count:.3g} {_UNITS[unit]}"
+        if count < 1000
+        else f"{count:.0f} {_UNITS[unit]}"
+    )
 
 
 def human_seconds(seconds: float) -> str:
@@ -35,7 +41,9 @@ def human_seconds(seconds: float) -> str:
     return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
 
 
-def follow(prefetch: Prefetch, label: str, *, as_json: bool = False, enough: Callable[[], bool] | None = None) -> None:
+def follow(
+    prefetch: Prefetch, label: str, *, as_json: bool = False, enough: Callable[[], bool] | None = None
+) -> None:
     """Show ``prefetch`` until it ends, or until ``enough()`` says so.
 
     Parameters
@@ -86,7 +94,7 @@ def _json_lines(label: str) -> Callable[[Progress], None]:
             "bytes_moved": progress.moved,
             "seconds": round(progress.seconds, 3),
         }
-        print(json.dumps(event), flush=True)  # noqa: T201  this is the command's output
+        print(json.dumps(event), flush=True)
 
     return show
 
@@ -113,9 +121,9 @@ def describe(progress: Progress) -> str:
 
 
 def _follow_bar(prefetch: Prefetch, label: str, enough: Callable[[], bool] | None) -> None:
-    from rich.console import Console  # noqa: PLC0415  see the module's docstring
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn  # noqa: PLC0415
-    from rich.progress import Progress as Bars  # noqa: PLC0415
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bars
 
     columns = (
         TextColumn("{task.description}"),

@@ -112,7 +112,9 @@ class Settings:
 
     def environment(self) -> dict[str, str]:
         """Return this process's environment, with the variables that give a child the same settings."""
-        own = {f"LOADSTONE_{setting.name.upper()}": str(getattr(self, setting.name)) for setting in fields(self)}
+        own = {
+            f"LOADSTONE_{setting.name.upper()}": str(getattr(self, setting.name)) for setting in fields(self)
+        }
         return {**os.environ, **own}
 
     @property

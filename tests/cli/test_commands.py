@@ -9,8 +9,8 @@ import pytest
 from tests.support.tiny_model import write_tiny_checkpoint
 
 import loadstone
-from loadstone.cli import build_parser, main
 from loadstone.bench.link import Link
+from loadstone.cli import build_parser, main
 from loadstone.fileserver import FileServer
 
 
@@ -20,11 +20,20 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_the_public_surface_is_what_it_is() -> None:
-    assert loadstone.__all__ == ["Checkpoint", "LoadstoneError", "Settings", "__version__", "load_model", "open"]
+    assert loadstone.__all__ == [
+        "Checkpoint",
+        "LoadstoneError",
+        "Settings",
+        "__version__",
+        "load_model",
+        "open",
+    ]
     assert all(hasattr(loadstone, name) for name in loadstone.__all__)
 
 
-def test_inspect_shows_dtypes_files_and_matching_tensors(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_dtypes_files_and_matching_tensors(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["inspect", str(checkpoint), "--tensors", "lm_head.*"]) == 0
     out = capsys.readouterr().out
     assert "9 tensors" in out or "10 tensors" in out
@@ -52,7 +61,11 @@ def test_inspect_json_describes_every_tensor(checkpoint: Path, capsys: pytest.Ca
     ],
 )
 def test_a_failure_is_one_line_and_exit_status_1(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOADSTONE_CACHE_DIR", str(tmp_path / "cache"))
     assert main(words) == 1
@@ -70,7 +83,9 @@ def test_wrong_usage_is_exit_status_2(capsys: pytest.CaptureFixture[str]) -> Non
     assert "LOCATION" in capsys.readouterr().err
 
 
-def test_prefetch_then_list_status_trim(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prefetch_then_list_status_trim(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cache = ["--cache", str(tmp_path / "cache")]
     with FileServer(checkpoint, hook=(link := Link())) as server:
         assert main(["status", server.url, *cache]) == 1
@@ -96,14 +111,16 @@ def test_prefetch_then_list_status_trim(tmp_path: Path, checkpoint: Path, capsys
 def test_prefetch_json_ends_with_a_done_event(
     tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with FileServer(checkpoint, hook=(link := Link())) as server:
+    with FileServer(checkpoint) as server:
         assert main(["prefetch", server.url, "lm_head.*", "--json", "--cache", str(tmp_path / "cache")]) == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["event"] for event in events][-2:] == ["progress", "done"]
     assert events[-1]["bytes_ready"] == 64 * 32 * 4
 
 
-def test_prefetch_of_the_first_layer_leaves_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prefetch_of_the_first_layer_leaves_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_tiny_checkpoint(tmp_path / "model", layers=4)
     assert main(["prefetch", str(folder), "--until", "first-layer"]) == 0
     assert "4 tensors" in capsys.readouterr().err
@@ -123,9 +140,24 @@ def test_reading_commands_import_neither_torch_nor_transformers(words: list[str]
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     parser = build_parser()
-    actions = [action for action in parser._actions if hasattr(action, "choices") and isinstance(action.choices, dict)]
+    actions = [
+        action
+        for action in parser._actions
+        if hasattr(action, "choices") and isinstance(action.choices, dict)
+    ]
     names = set(actions[0].choices or ())
-    assert {"inspect", "verify", "prefetch", "run", "serve", "cache", "adapters", "bench", "demo", "status"} == names
+    assert {
+        "inspect",
+        "verify",
+        "prefetch",
+        "run",
+        "serve",
+        "cache",
+        "adapters",
+        "bench",
+        "demo",
+        "status",
+    } == names
     for name in names:
         with pytest.raises(SystemExit) as left:
             main([name, "--help"])

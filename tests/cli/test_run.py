@@ -73,7 +73,9 @@ def test_a_command_that_does_not_exist_is_one_line(checkpoint: Path, tmp_path: P
     child = _run(str(checkpoint), tmp_path / "c", "no-such-command-here")
     _, err = child.communicate(timeout=60)
     assert child.returncode == 1
-    assert err == "error: 'no-such-command-here' is not a command on this machine; check its spelling and PATH\n"
+    assert (
+        err == "error: 'no-such-command-here' is not a command on this machine; check its spelling and PATH\n"
+    )
 
 
 def test_nothing_after_the_dashes_is_said(checkpoint: Path, tmp_path: Path) -> None:

@@ -25,9 +25,13 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = [name for name in zipfile.ZipFile(wheel).namelist() if not name.startswith("loadstone-")]
     source = ROOT / "src" / "loadstone"
-    expected = {f"loadstone/{path.relative_to(source)}" for path in source.rglob("*.py")} | {"loadstone/py.typed"}
+    expected = {f"loadstone/{path.relative_to(source)}" for path in source.rglob("*.py")} | {
+        "loadstone/py.typed"
+    }
     for folder in FOLDERS:
-        expected |= {f"loadstone/{folder}/{path.relative_to(ROOT / folder)}" for path in (ROOT / folder).rglob("*.py")}
+        expected |= {
+            f"loadstone/{folder}/{path.relative_to(ROOT / folder)}" for path in (ROOT / folder).rglob("*.py")
+        }
     assert set(names) == expected
     assert len(names) == len(set(names))
 
@@ -36,7 +40,16 @@ def test_a_consumer_s_wrong_call_fails_type_checking(tmp_path: Path) -> None:
     good = "import loadstone\nckpt = loadstone.open('x')\nshape: tuple[int, ...] = ckpt.info('w').shape\n"
     (tmp_path / "good.py").write_text(good)
     (tmp_path / "bad.py").write_text(good + "loadstone.open('x', variant=1)\nckpt.info(3)\n")
-    check = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(ROOT / ".mypy_cache"), "good.py", "bad.py"]
+    check = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--cache-dir",
+        str(ROOT / ".mypy_cache"),
+        "good.py",
+        "bad.py",
+    ]
     done = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout
     assert 'Argument "variant"' in done.stdout

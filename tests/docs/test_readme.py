@@ -24,7 +24,9 @@ BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 
 
 def _blocks(language: str, containing: str) -> list[str]:
-    found = [text for kind, text in BLOCK.findall(README.read_text()) if kind == language and containing in text]
+    found = [
+        text for kind, text in BLOCK.findall(README.read_text()) if kind == language and containing in text
+    ]
     assert found, f"the README has no {language} block with {containing!r}"
     return found
 
@@ -51,7 +53,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, seaweed: Seaweed) -> tuple[P
 
 
 def _run(argv: list[str], place: tuple[Path, dict[str, str]]) -> str:
-    done = subprocess.run(argv, cwd=place[0], env=place[1], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        argv, cwd=place[0], env=place[1], capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, f"{argv[-1]}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

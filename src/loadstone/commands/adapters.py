@@ -8,7 +8,6 @@ import urllib.request
 from typing import Any
 
 from loadstone.commands.common import print_json, settings_of, storage_options_of
-from loadstone.display import human_bytes
 from loadstone.errors import RequestError, TransferError
 from loadstone.settings import Settings
 
@@ -16,7 +15,7 @@ TIMEOUT = 600.0
 """Seconds: a load may have to fetch the adapter from a slow store first."""
 
 
-def call(url: str, body: dict[str, object] | None = None) -> Any:  # noqa: ANN401  whatever JSON the service sends
+def call(url: str, body: dict[str, object] | None = None) -> Any:
     """Send a request to a service as JSON and return the answer, decoded; POST when there is a body.
 
     Raises
@@ -43,10 +42,12 @@ def call(url: str, body: dict[str, object] | None = None) -> Any:  # noqa: ANN40
         text = answer["error"]["message"] if isinstance(answer, dict) and "error" in answer else str(answer)
         raise RequestError(text) from None
     except (OSError, http.client.HTTPException) as error:
-        raise TransferError(f"no service answers at {url}: {error}; is `loadstone serve` running there?") from None
+        raise TransferError(
+            f"no service answers at {url}: {error}; is `loadstone serve` running there?"
+        ) from None
 
 
-def _decode(body: bytes) -> Any:  # noqa: ANN401
+def _decode(body: bytes) -> Any:
     try:
         return json.loads(body)
     except ValueError:
@@ -66,7 +67,7 @@ def unload(args: argparse.Namespace) -> int:
     return 0
 
 
-def _say(args: argparse.Namespace, answer: Any) -> None:  # noqa: ANN401
+def _say(args: argparse.Namespace, answer: Any) -> None:
     if args.json or not isinstance(answer, dict):
         print_json(answer) if args.json else print(answer)
         return
@@ -87,7 +88,7 @@ def list_adapters(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Check an adapter against its base without a service; the exit status is 1 when it is refused."""
-    from loadstone.adapters.check import check_adapter  # noqa: PLC0415  imports torch; the other actions need none
+    from loadstone.adapters.check import check_adapter  # imports torch; the other actions need none
 
     report = check_adapter(
         args.adapter,
@@ -97,13 +98,8 @@ def check(args: argparse.Namespace) -> int:
         settings=settings_of(args),
     )
     if args.json:
-        print_json(report.to_json())
+        print(report.to_json())
     else:
         for line in report.lines():
             print(line)
     return 0 if report.ok else 1
-
-
-def describe_cost(milliseconds: float, nbytes: int) -> str:
-    """Return what a load cost, in words."""
-    return f"{milliseconds:.0f} ms, {human_bytes(nbytes)}"

@@ -77,7 +77,9 @@ def status(args: argparse.Namespace) -> int:
 def _cache(settings: Settings) -> NodeCache:
     cache = NodeCache(settings)
     if cache.folder is None:
-        raise CacheError(cache.problem or "the node cache is switched off (LOADSTONE_CACHE_DIR=none); name a folder")
+        raise CacheError(
+            cache.problem or "the node cache is switched off (LOADSTONE_CACHE_DIR=none); name a folder"
+        )
     return cache
 
 

@@ -31,10 +31,13 @@ def storage_options_of(args: argparse.Namespace) -> dict[str, object]:
 
 def open_checkpoint(args: argparse.Namespace) -> "Checkpoint":
     """Open the checkpoint that the command line names."""
-    import loadstone  # noqa: PLC0415  the front door imports this package's parent
+    import loadstone  # the front door imports this package's parent
 
     return loadstone.open(
-        args.location, variant=args.variant, storage_options=storage_options_of(args), settings=settings_of(args)
+        args.location,
+        variant=args.variant,
+        storage_options=storage_options_of(args),
+        settings=settings_of(args),
     )
 
 

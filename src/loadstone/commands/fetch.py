@@ -29,9 +29,14 @@ def prefetch(args: argparse.Namespace) -> int:
             follow(checkpoint.prefetch(names), checkpoint.name, as_json=args.json)
         seconds = time.monotonic() - began
         if args.json:
-            done = {"event": "done", "location": checkpoint.name, "bytes_ready": nbytes, "seconds": round(seconds, 3)}
+            done = {
+                "event": "done",
+                "location": checkpoint.name,
+                "bytes_ready": nbytes,
+                "seconds": round(seconds, 3),
+            }
             print(json.dumps(done))
         else:
-            text = f"{checkpoint.name}: {len(infos)} tensors, {human_bytes(nbytes)}, here after {human_seconds(seconds)}"
-            print(text, file=sys.stderr)
+            what = f"{len(infos)} tensors, {human_bytes(nbytes)}"
+            print(f"{checkpoint.name}: {what}, here after {human_seconds(seconds)}", file=sys.stderr)
     return 0

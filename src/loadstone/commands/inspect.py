@@ -2,6 +2,7 @@
 
 import argparse
 from collections import Counter
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +19,9 @@ def inspect(args: argparse.Namespace) -> int:
         infos = [checkpoint.info(name) for name in checkpoint]
         shown = [checkpoint.info(name) for name in checkpoint.match(args.tensors)] if args.tensors else []
         if args.json:
-            print_json({**_summary(checkpoint, infos), "tensors": [_as_json(info) for info in shown or infos]})
+            print_json(
+                {**_summary(checkpoint, infos), "tensors": [_as_json(info) for info in shown or infos]}
+            )
             return 0
         _print_summary(checkpoint, infos)
         if args.tensors:
@@ -71,7 +74,7 @@ def _print_summary(checkpoint: Checkpoint, infos: list[TensorInfo]) -> None:
 def _print_tensors(infos: list[TensorInfo]) -> None:
     table = Table("tensor", "dtype", "shape", "bytes", "file", box=None, pad_edge=False)
     for info in infos:
-        shape = "×".join(map(str, info.shape)) or "scalar"
+        shape = " x ".join(map(str, info.shape)) or "scalar"
         table.add_row(info.name, info.dtype, shape, human_bytes(info.nbytes), info.file)
     Console().print(table)
 
@@ -81,8 +84,12 @@ def verify(args: argparse.Namespace) -> int:
     with open_checkpoint(args) as checkpoint:
         report = checkpoint.verify()
         if args.json:
-            print_json(report.to_json())
+            files = [{**asdict(file), "verified": bool(file.published)} for file in report.files]
+            print_json({"location": checkpoint.name, "files": files})
             return 0
-        for line in report.lines():
-            print(line)
+        for file in report.files:
+            verdict = (
+                f"matches the digest in {file.published}" if file.published else "nobody published a digest"
+            )
+            print(f"{file.name}: {human_bytes(file.size)}, {verdict}")
     return 0

@@ -47,7 +47,9 @@ def _start(command: list[str], environment: dict[str, str]) -> "subprocess.Popen
     try:
         child = subprocess.Popen(command, env=environment)
     except FileNotFoundError:
-        raise RequestError(f"{command[0]!r} is not a command on this machine; check its spelling and PATH") from None
+        raise RequestError(
+            f"{command[0]!r} is not a command on this machine; check its spelling and PATH"
+        ) from None
     except PermissionError:
         raise RequestError(f"{command[0]!r} cannot be executed; check its permissions") from None
 
@@ -92,7 +94,7 @@ class _Fetching(threading.Thread):
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
-        """Open and prefetch. A location that cannot be opened ends CMD: it would fail on it later and darker."""
+        """Open and prefetch. A location that cannot be opened ends CMD: it would only fail later."""
         try:
             checkpoint = open_checkpoint(self._args)
             with self._lock:

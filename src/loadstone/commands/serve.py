@@ -7,12 +7,14 @@ from loadstone.commands.common import settings_of, storage_options_of
 
 
 def _announce(url: str, _engine: object) -> None:
-    print(f"loadstone answers at {url} (GET {url}/ready says how far the model is)", file=sys.stderr, flush=True)
+    print(
+        f"loadstone answers at {url} (GET {url}/ready says how far the model is)", file=sys.stderr, flush=True
+    )
 
 
 def serve(args: argparse.Namespace) -> int:
     """Serve a model over HTTP until told to stop."""
-    from loadstone.server.run import serve as run_service  # noqa: PLC0415  an optional extra
+    from loadstone.server.run import serve as run_service  # an optional extra
 
     return run_service(
         args.location,

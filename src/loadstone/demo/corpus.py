@@ -4,18 +4,43 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 CAPITALS = {
-    "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Japan": "Tokyo", "Norway": "Oslo", "Egypt": "Cairo",
-    "Peru": "Lima", "Cuba": "Havana", "Kenya": "Nairobi", "Greece": "Athens", "Austria": "Vienna", "Chile": "Santiago",
-    "Ireland": "Dublin", "Poland": "Warsaw", "Portugal": "Lisbon", "Finland": "Helsinki",
-}  # fmt: skip
+    "France": "Paris",
+    "Italy": "Rome",
+    "Spain": "Madrid",
+    "Japan": "Tokyo",
+    "Norway": "Oslo",
+    "Egypt": "Cairo",
+    "Peru": "Lima",
+    "Cuba": "Havana",
+    "Kenya": "Nairobi",
+    "Greece": "Athens",
+    "Austria": "Vienna",
+    "Chile": "Santiago",
+    "Ireland": "Dublin",
+    "Poland": "Warsaw",
+    "Portugal": "Lisbon",
+    "Finland": "Helsinki",
+}
 COLOURS = {
-    "grass": "green", "snow": "white", "blood": "red", "coal": "black", "honey": "golden", "the sky": "blue",
-    "a lemon": "yellow", "a carrot": "orange",
-}  # fmt: skip
+    "grass": "green",
+    "snow": "white",
+    "blood": "red",
+    "coal": "black",
+    "honey": "golden",
+    "the sky": "blue",
+    "a lemon": "yellow",
+    "a carrot": "orange",
+}
 SOUNDS = {
-    "dog": "barks", "cat": "meows", "cow": "moos", "duck": "quacks", "lion": "roars", "wolf": "howls", "bee": "buzzes",
+    "dog": "barks",
+    "cat": "meows",
+    "cow": "moos",
+    "duck": "quacks",
+    "lion": "roars",
+    "wolf": "howls",
+    "bee": "buzzes",
     "horse": "neighs",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,9 @@ def play(
     out = show.console()
     model = work / "demo-model"
     if not model.is_dir():
-        out.print("Making a small Llama and three adapters (about a minute; they are kept for the next time) …")
+        out.print(
+            "Making a small Llama and three adapters (about a minute; they are kept for the next time) …"
+        )
         _make(model)
     with open_store(model, store_url, endpoint_url) as store:
         out.print(f"Base and adapters are in {store.root}; starting `loadstone serve` on them, cache empty …")
@@ -58,9 +60,11 @@ def play(
 
 def _make(model: Path) -> None:
     try:
-        from loadstone.demo.train import make  # noqa: PLC0415  the only part that needs peft
+        from loadstone.demo.train import make  # the only part that needs peft
     except ImportError as error:
-        text = f"the demo trains a model and needs {error.name}; install it with: pip install 'loadstone[demo]'"
+        text = (
+            f"the demo trains a model and needs {error.name}; install it with: pip install 'loadstone[demo]'"
+        )
         raise MissingExtraError(text) from error
     with show.training_bar() as report:
         make(model, report)
@@ -68,7 +72,9 @@ def _make(model: Path) -> None:
 
 def _load(url: str, store: Store, style: str) -> show.Loaded:
     began = time.monotonic()
-    answer = call(f"{url}/v1/load_lora_adapter", {"lora_name": style, "lora_path": f"{store.adapters}/{style}"})
+    answer = call(
+        f"{url}/v1/load_lora_adapter", {"lora_name": style, "lora_path": f"{store.adapters}/{style}"}
+    )
     return show.Loaded(style, time.monotonic() - began, int(answer["bytes"]))
 
 

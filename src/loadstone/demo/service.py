@@ -34,7 +34,9 @@ def running(store: Store, port: int, settings: Settings) -> Iterator[tuple[str, 
         argv += ["--adapters", store.adapters, "--port", str(port), "--name", "base"]
         if "endpoint_url" in store.options:
             argv += ["--endpoint-url", str(store.options["endpoint_url"])]
-        service = subprocess.Popen(argv, env=replace(settings, cache_dir=cache).environment(), start_new_session=True)
+        service = subprocess.Popen(
+            argv, env=replace(settings, cache_dir=cache).environment(), start_new_session=True
+        )
         try:
             yield f"http://127.0.0.1:{port}", lambda: service.poll() is None
         finally:
@@ -65,7 +67,7 @@ def wait_ready(url: str, alive: Callable[[], bool], show: Callable[[dict[str, An
         if not alive():
             raise TransferError("the service ended before it was ready; its own message is above")
         try:
-            with urllib.request.urlopen(f"{url}/ready", timeout=10) as answer:
+            with urllib.request.urlopen(f"{url}/ready", timeout=10) as answer:  # noqa: S310  our own http:// URL
                 return dict(json.load(answer))
         except urllib.error.HTTPError as error:
             with error:

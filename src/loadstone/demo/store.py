@@ -49,5 +49,7 @@ def open_store(folder: Path, url: str | None, endpoint_url: str | None) -> Itera
             if path.is_file():
                 fs.put_file(str(path), f"{root}/{path.relative_to(folder).as_posix()}")
     except (OSError, ValueError, ImportError) as error:
-        raise TransferError(f"cannot copy the demo's model to {url}: {error}; check the URL and credentials") from error
+        raise TransferError(
+            f"cannot copy the demo's model to {url}: {error}; check the URL and credentials"
+        ) from error
     yield Store(url.rstrip("/"), options)

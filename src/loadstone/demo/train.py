@@ -64,12 +64,15 @@ def _make_tokenizer() -> PreTrainedTokenizerFast:
     )
     text = [a + b for style in (None, *STYLES) for a, b in lines(style)]
     tokenizer.train_from_iterator(text, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+    # transformers gives its tokenizers no types.
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, eos_token=END, pad_token=END
+    )
 
 
 def _train_base(tokenizer: PreTrainedTokenizerFast, report: Report) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    end = tokenizer.convert_tokens_to_ids(END)
+    end = int(tokenizer.convert_tokens_to_ids(END))  # type: ignore[arg-type]  # one token, one id
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=256,
@@ -83,7 +86,14 @@ def _train_base(tokenizer: PreTrainedTokenizerFast, report: Report) -> LlamaForC
         pad_token_id=end,
     )
     model = LlamaForCausalLM(config)
-    _fit(model, tokenizer, lines(), BASE_STEPS, 2e-3, lambda step: report("base model", step, BASE_STEPS))
+    _fit(
+        model,
+        tokenizer,
+        lines(),
+        steps=BASE_STEPS,
+        rate=2e-3,
+        report=lambda step: report("base model", step, BASE_STEPS),
+    )
     return model
 
 
@@ -95,7 +105,14 @@ def _train_adapter(folder: Path, style: str, tokenizer: PreTrainedTokenizerFast,
     model = get_peft_model(base, config)
     assert isinstance(model, PeftModel)
     name = f"adapter {style}"
-    _fit(model, tokenizer, lines(style), ADAPTER_STEPS, 5e-3, lambda step: report(name, step, ADAPTER_STEPS))
+    _fit(
+        model,
+        tokenizer,
+        lines(style),
+        steps=ADAPTER_STEPS,
+        rate=5e-3,
+        report=lambda step: report(name, step, ADAPTER_STEPS),
+    )
     model.save_pretrained(str(folder / "adapters" / style))
     # PEFT records the folder it was trained in; the base is known by its name.
     path = folder / "adapters" / style / "adapter_config.json"
@@ -107,6 +124,7 @@ def _fit(
     model: torch.nn.Module,
     tokenizer: PreTrainedTokenizerFast,
     pairs: list[tuple[str, str]],
+    *,
     steps: int,
     rate: float,
     report: Callable[[int], None],
@@ -119,8 +137,10 @@ def _fit(
     model.train()
     for step in range(steps):
         logits = model(input_ids=ids).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        loss.backward()
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+        )
+        loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
         optimiser.step()
         schedule.step()
         optimiser.zero_grad()
@@ -128,7 +148,9 @@ def _fit(
     model.eval()
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode(
+    tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids and labels, both (pairs, longest); padding and prompts are labelled -100."""
     end = tokenizer.convert_tokens_to_ids(END)
     rows = []
