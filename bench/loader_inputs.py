@@ -89,14 +89,15 @@ def llama_config(layers: int, size: int) -> dict[str, object]:
 def make_inputs(folder: Path, size: int) -> Inputs:
     """Write everything below ``folder``, which is empty."""
     inputs = Inputs(folder)
-    _write_llama(inputs.sharded, llama_config(LAYERS, size), SHARDS)
-    _write_llama(inputs.llama, llama_config(_MODEL_LAYERS, size * 5 // 8), 1)
+    write_llama(inputs.sharded, llama_config(LAYERS, size), SHARDS)
+    write_llama(inputs.llama, llama_config(_MODEL_LAYERS, size * 5 // 8), 1)
     _write_many(inputs.many, many_tensors(size))
     _write_tensorized(inputs)
     return inputs
 
 
-def _write_llama(folder: Path, config: dict[str, object], shards: int) -> None:
+def write_llama(folder: Path, config: dict[str, object], shards: int) -> None:
+    """Write a Llama of ``config`` with random weights into ``folder``, which is made."""
     from safetensors.torch import save_file  # noqa: PLC0415  imports torch, which the parent process does without
 
     folder.mkdir()
