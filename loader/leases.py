@@ -7,14 +7,16 @@ single descriptor for all its leases. Two blobs that share a number are never ev
 
 One more range of that kind says which processes have a thread that is blocked on bytes.
 
-Ownership: `Leases` is used by all threads of a process; ``_lock`` guards its counts and descriptor. A forked
-child takes its own leases on first use, through a description of its own.
+Ownership: `Leases` is used by all threads of a process; ``_lock`` guards its counts and descriptor, and is
+never waited for when a lease ends, because finalisers end leases. A forked child takes its own leases on
+first use, through a description of its own.
 """
 
 import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +42,7 @@ class Leases:
         self._open = reopen
         self._lock = threading.Lock()
         self._counts: dict[int, int] = {}
+        self._dropped: deque[int] = deque()
         self._own: list[int] = []  # the descriptor, once there is one
         close_own(self._open())
         weakref.finalize(self, _close_all, self._own)
@@ -65,6 +68,8 @@ class Leases:
     @contextmanager
     def alone(self, key: str) -> Iterator[bool]:
         """Give ``True`` while nobody uses the blob ``key``, nor can begin to."""
+        with self._lock:
+            self._settle()
         fd = self._open()
         try:
             yield try_lock(fd, _base(key), _SPAN)
@@ -73,6 +78,8 @@ class Leases:
 
     def users(self, key: str) -> list[int]:
         """Return the ids of the processes that use the blob ``key``."""
+        with self._lock:
+            self._settle()
         fd = self._open()
         try:
             found: list[int] = []
@@ -100,6 +107,7 @@ class Leases:
     def foreign_demand(self) -> bool:
         """Say whether a thread of another process is blocked on bytes."""
         with self._lock:
+            self._settle()
             return conflict(self._description(), _DEMAND, _SPAN) is not None
 
     def _description(self) -> int:
@@ -113,6 +121,7 @@ class Leases:
         deadline = time.monotonic() + seconds
         for pause in pauses():
             with self._lock:
+                self._settle()
                 fd = self._description()
                 if base in self._counts or try_lock(fd, base + os.getpid(), 1, shared=True):
                     self._counts[base] = self._counts.get(base, 0) + 1
@@ -123,7 +132,18 @@ class Leases:
         return False
 
     def _unshare(self, base: int) -> None:
-        with self._lock:
+        # A finaliser may come here while its own thread, or another, is in the middle of something: then the
+        # next to use the lock does it.
+        self._dropped.append(base)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+
+    def _settle(self) -> None:
+        while self._dropped:
+            base = self._dropped.popleft()
             left = self._counts.pop(base, 0) - 1
             if left > 0:
                 self._counts[base] = left

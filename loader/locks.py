@@ -24,7 +24,7 @@ from loadstone.loader.ranges import ByteRange
 _FLOCK = struct.Struct("hhqqi4x")
 _SHORTEST, _LONGEST = 0.001, 0.02
 
-_guard = threading.Lock()
+_guard = threading.RLock()  # a finaliser may close descriptors while its thread opens one
 _own: set[int] = set()
 
 
@@ -45,9 +45,8 @@ def close_own(fd: int) -> None:
 
 
 def _close_in_child() -> None:
-    for fd in _own:
-        os.close(fd)
-    _own.clear()
+    while _own:
+        os.close(_own.pop())
     _guard.release()
 
 
