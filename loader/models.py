@@ -10,6 +10,7 @@ Ownership: the table of checkpoints opened here is only added to; an entry goes 
 """
 
 import os
+import sys
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -87,10 +88,13 @@ def load_model(
         location, variant=variant, cache=cache, storage_options=storage_options, settings=settings
     )
     try:
-        prefetch = checkpoint.prefetch()
+        # While the imports or the network take long, bytes flow; else reading files would slow the building.
+        early = "transformers" not in sys.modules or not all(map(checkpoint.is_ready, checkpoint))
+        prefetch = checkpoint.prefetch() if early else None
         model = _load(
             checkpoint, auto_class, dtype, device, attention=attn_implementation, strict=strict, wait=wait
         )
+        prefetch = prefetch or checkpoint.prefetch()
     except BaseException:
         checkpoint.close()
         raise
@@ -121,26 +125,18 @@ def _load(
             f"load_model needs transformers ({error}); install loadstone[models], or build the module "
             "yourself and use Checkpoint.bind"
         ) from None
-    from loadstone.loader import deferred, modules  # noqa: PLC0415  import torch
+    from loadstone.loader import direct, modules  # noqa: PLC0415  as above
 
     where = checkpoint.name
-    options = {} if attention is None else {"attn_implementation": attention}
+    options: dict[str, Any] = {"dtype": dtype or "auto"}
+    if attention is not None:
+        options["attn_implementation"] = attention
     with architectures.quiet(), architectures.translated(where):
         config, generation = architectures.read_configs(checkpoint)
-        factory, config = architectures.model_class(config, auto_class, where)
-        model: PreTrainedModel
-        model, info = factory.from_pretrained(
-            None,
-            config=config,
-            state_dict=_tensors(checkpoint),
-            dtype=dtype or "auto",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, in one line
-            trust_remote_code=False,
-            **options,
-        )
-    _check(info, type(model).__name__, where, strict)
-    deferred.finish(model)
+        model_class, config = architectures.model_class(config, auto_class, where)
+        model = direct.bound_model(model_class, config, checkpoint, options)
+        if model is None:
+            model = _converted_model(model_class, config, checkpoint, options, strict=strict)
     model.requires_grad_(requires_grad=False)
     model.config.name_or_path = model.name_or_path = where
     if model.can_generate():
@@ -149,6 +145,27 @@ def _load(
     modules.settle_before_fused_paths(model)
     if wait:
         modules.wait_for(model)
+    return model
+
+
+def _converted_model(
+    model_class: Any, config: Any, checkpoint: Checkpoint, options: dict[str, Any], *, strict: bool
+) -> "PreTrainedModel":
+    """Load the way transformers does, with its rules for names and formats, from tensors yet to arrive."""
+    from loadstone.loader.deferred import finish  # noqa: PLC0415  imports torch
+
+    model: PreTrainedModel
+    model, info = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=_tensors(checkpoint),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, in one line
+        trust_remote_code=False,
+        **options,
+    )
+    _check(info, type(model).__name__, checkpoint.name, strict)
+    finish(model)
     return model
 
 

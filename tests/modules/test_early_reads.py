@@ -120,10 +120,16 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("model", ["llama", "llama-tied"])
-@pytest.mark.parametrize("name", USES)
+CASES = [
+    *(("llama", name) for name in USES),
+    *(("llama-tied", name) for name in ("forward", "state_dict", "torch.save", "deepcopy", "half and back")),
+    *(("llama-tied", name) for name in ("resize_token_embeddings", "load_state_dict", "LoRA")),
+]
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
 @pytest.mark.filterwarnings("ignore")  # torch and peft on what is done here
-def test_an_early_use_waits_and_is_right(saved: Saved, name: str, model: str) -> None:
+def test_an_early_use_waits_and_is_right(saved: Saved, model: str, name: str) -> None:
     use = USES[name]
     with torch.no_grad():
         want = use(usual(saved(model), "LlamaForCausalLM"))

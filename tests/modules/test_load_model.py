@@ -16,10 +16,12 @@ from tests.modules.conftest import Saved
 from tests.support.gated_source import open_gated
 from tests.support.tiny_models import IDS, TINY, usual
 from torch import nn
+from transformers import conversion_mapping
 from transformers.utils import logging
 
 import loadstone
 from loadstone.errors import BindError, FormatError, LoadstoneError, NotFoundError
+from loadstone.loader import direct
 from loadstone.loader.checkpoint import open_checkpoint
 from loadstone.loader.models import checkpoint_of, load_model
 from loadstone.loader.modules import pending_tensors
@@ -51,6 +53,20 @@ def test_it_is_the_model_that_transformers_loads(saved: Saved, name: str, late: 
     )
     assert got.config._attn_implementation == want.config._attn_implementation
     assert got.dtype == want.dtype
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "bert", "t5"])
+def test_the_long_way_gives_the_same(saved: Saved, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "PLAIN", frozenset())
+    tiny = TINY[name]
+    checkpoint, gate = open_gated(saved(name))
+    model = load_model(checkpoint)
+    assert not gate.waited
+    assert len(list(pending_tensors(model))) == len(list(model.parameters()))
+    gate.release()
+    assert torch.equal(tiny.run(model), tiny.run(usual(saved(name), tiny.model)))
+    kinds = {type(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    assert kinds <= {nn.Parameter, torch.Tensor}
 
 
 def test_a_ready_checkpoint_gives_plain_views_of_its_memory(saved: Saved) -> None:
@@ -100,21 +116,15 @@ def test_names_with_or_without_the_base_prefix(tmp_path: Path, late: bool) -> No
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_a_stored_head_that_the_config_calls_tied(copied: Path, late: bool) -> None:
-    for change, tied in (
-        (lambda state: state["model.embed_tokens.weight"], True),
-        (lambda state: state["lm_head.weight"], False),
-    ):
-        edit_tensors(copied, lambda state, change=change: {**state, "lm_head.weight": change(state).clone()})
-        edit_config(copied, tie_word_embeddings=True)
-        want = TINY["llama"].run(usual(copied, "LlamaForCausalLM"))
-        checkpoint, gate = open_gated(copied)
-        model: Any = load_model(checkpoint if late else copied)
-        assert not gate.waited
-        gate.release()
-        assert torch.equal(TINY["llama"].run(model), want)
-        assert (model.lm_head.weight is model.model.embed_tokens.weight) is (tied and not late)
-        TINY["llama"].save(copied)
+def test_a_stored_head_that_the_config_calls_tied_keeps_its_own_values(copied: Path, late: bool) -> None:
+    edit_config(copied, tie_word_embeddings=True)
+    want = TINY["llama"].run(usual(copied, "LlamaForCausalLM"))
+    checkpoint, gate = open_gated(copied)
+    model: Any = load_model(checkpoint if late else copied)
+    assert not gate.waited
+    gate.release()
+    assert torch.equal(TINY["llama"].run(model), want)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
 
 
 def test_the_head_that_is_stored_serves_as_the_embedding_too(copied: Path) -> None:
@@ -277,6 +287,20 @@ def test_a_model_keeps_the_checkpoint_that_was_opened_for_it(saved: Saved) -> No
     assert model.name_or_path == str(saved("llama"))
     given = open_checkpoint(saved("llama"))
     assert checkpoint_of(load_model(given)) is None
+
+
+def test_families_taken_the_short_way_need_no_conversion() -> None:
+    from transformers.models.auto import modeling_auto
+
+    rules: Any = conversion_mapping.get_checkpoint_conversion_mapping
+    tables = [value for name, value in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
+    for family in direct.PLAIN:
+        assert rules(family) is None
+        classes = [table[family] for table in tables if family in table]
+        assert classes, family
+        for found in classes:
+            for name in [found] if isinstance(found, str) else found:
+                assert rules(name) is None
 
 
 def test_the_public_name_is_the_same_function_and_imports_little() -> None:

@@ -1,0 +1,98 @@
+"""The short way to a transformers model whose stored names are its own: build it on meta and bind it.
+
+transformers' own loading first prepares the rules by which 260 families of models rename and convert what
+they stored under earlier names; that alone takes longer than everything else. Families that have no such
+rules do not need it, provided that every name, shape and dtype in the checkpoint is the model's own.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import conversion_mapping
+
+from loadstone.errors import BindError
+from loadstone.loader.modules import bind
+from loadstone.loader.views import torch_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from loadstone.loader.checkpoint import Checkpoint
+
+PLAIN = frozenset(
+    {
+        "bert",
+        "bloom",
+        "cohere",
+        "distilbert",
+        "electra",
+        "falcon",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "gpt2",
+        "granite",
+        "helium",
+        "llama",
+        "mamba",
+        "ministral3",
+        "mistral",
+        "mpt",
+        "nemotron",
+        "olmo",
+        "olmo2",
+        "opt",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "roberta",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+        "t5",
+    }
+)
+"""Families (``model_type``) without rules of conversion in transformers; a test asks transformers itself."""
+
+
+def bound_model(
+    model_class: Any, config: Any, checkpoint: "Checkpoint", options: dict[str, Any]
+) -> "PreTrainedModel | None":
+    """Return the model, or ``None`` when it has to be loaded the long way.
+
+    Parameters
+    ----------
+    model_class, config
+        What to build.
+    checkpoint : Checkpoint
+        Its tensors.
+    options : dict
+        More arguments of ``from_pretrained``, ``dtype`` among them.
+    """
+    registered = conversion_mapping.USER_REGISTERED_MAPPINGS
+    if config.model_type not in PLAIN or {config.model_type, model_class.__name__} & registered:
+        return None
+    dtype = _dtype(config, options["dtype"])
+    stored = {torch_dtype(checkpoint.info(name)) for name in checkpoint}
+    if dtype is None or any(kind.is_floating_point and kind != dtype for kind in stored):
+        return None
+    with torch.device("meta"):
+        model: PreTrainedModel = model_class._from_config(config, **{**options, "dtype": dtype})
+    try:
+        bind(model, checkpoint)
+    except BindError:
+        return None
+    model.train(mode=False)
+    return model
+
+
+def _dtype(config: Any, wanted: "torch.dtype | str") -> torch.dtype | None:
+    """Return the dtype to build in, ``None`` when only the tensors can tell."""
+    if wanted == "auto":
+        wanted = config.dtype
+    if isinstance(wanted, str):
+        wanted = getattr(torch, wanted, "")
+    return wanted if isinstance(wanted, torch.dtype) else None
