@@ -231,7 +231,23 @@ def _add_measuring(commands: "_Commands[argparse.ArgumentParser]") -> None:
         action="append",
         help="resident, usable, many, model, layer or memory; may be repeated",
     )
-    for parser in (cold, loader):
+    transfer = _command(
+        kinds, "transfer", "bench:transfer", "From an object store to this machine, beside the other clients."
+    )
+    transfer.add_argument(
+        "--size", default="2G", help="bytes of the checkpoint; bars are meant from 2G on (default: 2G)"
+    )
+    transfer.add_argument(
+        "--work", metavar="DIR", help="folder on the disk to write to (default: here), 3 times --size free"
+    )
+    transfer.add_argument("--no-peers", action="store_true", help="leave out the clients of others")
+    transfer.add_argument(
+        "--only",
+        metavar="WORK",
+        action="append",
+        help="disk, memory, link, start, layer, open, anonymous or first-request; may be repeated",
+    )
+    for parser in (cold, loader, transfer):
         parser.add_argument(
             "--runs", type=int, default=3, help="runs of each way, interleaved (default: %(default)s)"
         )

@@ -8,6 +8,7 @@ from loadstone.bench.cold_start import cold_start as measure_cold_start
 from loadstone.bench.loader import loader as measure_loader
 from loadstone.bench.runner import show, write
 from loadstone.bench.schema import Report
+from loadstone.bench.transfer import transfer as measure_transfer
 from loadstone.commands.common import print_json, settings_of, storage_options_of
 from loadstone.settings import parse_size
 
@@ -32,6 +33,19 @@ def loader(args: argparse.Namespace) -> int:
         runs=args.runs,
         work=Path(args.work or "."),
         keep=args.keep,
+        only=args.only,
+        settings=settings_of(args),
+    )
+    return _finish(report, args)
+
+
+def transfer(args: argparse.Namespace) -> int:
+    """Measure transfers from an object store, beside other clients."""
+    report = measure_transfer(
+        size=parse_size(args.size),
+        runs=args.runs,
+        work=Path(args.work or "."),
+        peers=not args.no_peers,
         only=args.only,
         settings=settings_of(args),
     )
