@@ -94,7 +94,9 @@ def first_layer(infos: Iterable[NamedInfo]) -> list[NamedInfo]:
     if lowest is None:
         return [info for _, info in ranked]
     return [
-        info for rank, info in ranked if rank.stage == _FIRST or (rank.stage == _LAYERS and rank.layer == lowest)
+        info
+        for rank, info in ranked
+        if rank.stage == _FIRST or (rank.stage == _LAYERS and rank.layer == lowest)
     ]
 
 

@@ -155,11 +155,11 @@ def test_demand_overtakes_prefetch(opened: Open) -> None:
     begun = time.monotonic()
     assert second.read(ByteRange(0, second.size)) == store.objects["b"][1]
     waited = time.monotonic() - begun
-    assert waited < 2.5 * 19 * BLOCK / store.rate + 0.1
+    assert waited < 0.8  # behind the prefetch it would be 1.3
     prefetched = [request for request in store.requests if request.name.endswith("a")]
     sent = [chunk for request in prefetched for chunk in request.sent]
-    between = [count for at, count in sent if begun + 0.02 < at < begun + waited]
-    assert sum(between) <= 8 * BLOCK
+    between = [count for at, count in sent if begun + 0.05 < at < begun + waited]
+    assert sum(between) <= 12 * BLOCK
     assert handle.wait(10)
     assert store.moved == first.size + second.size
 
@@ -173,7 +173,7 @@ def test_one_connection_still_serves_demand_first(opened: Open) -> None:
     time.sleep(0.1)
     begun = time.monotonic()
     second.read(ByteRange(0, second.size))
-    assert time.monotonic() - begun < 0.5
+    assert time.monotonic() - begun < 0.9  # behind the prefetch it would be 1.3
     assert handle.wait(10)
     assert store.most_active == 1
     assert bytes(first.buffer()) == store.objects["a"][1]
