@@ -7,14 +7,16 @@ deleted stays usable: the map keeps its data alive, unchanged. What no check can
 a tensor already handed out is being read: the kernel ends the process with SIGBUS. Where that may happen,
 read with ``copy=True``: copies are read by ``pread``, never through the map.
 
-Ownership: a `LocalBlob` is complete when its constructor returns, and never changes but for ``close``, so it
-needs no lock; it keeps no file descriptor. The map is a private one, and a forked child has its own. The
-table of blobs is only ever added to, by ``dict.setdefault``; running prefetches belong to `LocalSource`.
+Ownership: a `LocalBlob` is complete when its constructor returns, and never changes but for ``close`` and for
+when it was last found in memory, one pair that any thread may replace; so it needs no lock. It keeps no file
+descriptor. The map is a private one, and a forked child has its own. The table of blobs is only ever added
+to, by ``dict.setdefault``; running prefetches belong to `LocalSource`.
 """
 
 import errno
 import os
 import stat
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,12 +33,13 @@ from loadstone.errors import (
 )
 from loadstone.loader.mapping import map_private
 from loadstone.loader.ranges import ByteRange, coalesce
-from loadstone.loader.residency import Residency, Window, begin_reading, on_network
+from loadstone.loader.residency import Residency, Window, begin_reading, is_cached, on_network
 from loadstone.loader.source import Blob, Prefetch, Span
 
 _OPENERS = 8  # files opened side by side: hides latency of network file systems, few descriptors
 _PAGE = 4096
 _HINT = 4 * _PAGE  # spans from this size on are worth a read-ahead request of their own
+_TRUSTED = 1.0  # seconds for which what was found in memory is taken to be there still
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class LocalBlob:
         self._path = path
         self._closed = False
         self._on_network = on_network(path)
+        self._found = (0.0, False)  # until when it holds, and whether all of the file was in memory
         fd = _open(path)
         try:
             status = os.fstat(fd)
@@ -102,9 +106,19 @@ class LocalBlob:
     def ensure(self, spans: Sequence[ByteRange], timeout: float | None = None) -> None:  # noqa: ARG002 - nothing here can take long
         """Check that the file is still the one opened, and ask the kernel to read ``spans`` soon."""
         self.check()
+        if self._in_memory():
+            return
         large = [span for span in coalesce(spans, _PAGE) if span.nbytes >= _HINT]
         if large:
             begin_reading(self._path, self._buffer, large, self._on_network)
+
+    def _in_memory(self) -> bool:
+        """Say whether all of the file was in memory when looked at last; one look serves many tensors."""
+        until, found = self._found
+        if time.monotonic() >= until:
+            found = is_cached(self._path, self.size)
+            self._found = (time.monotonic() + _TRUSTED, found)
+        return found
 
     def check(self) -> None:
         """Raise unless the path still leads to the file that was opened, unchanged, or to nothing."""
