@@ -2,7 +2,7 @@
 
 A local folder is served over loopback by loadstone's own file server, through a link of a stated bandwidth
 if one is given, so that there is a store to start from, and so that the bytes moved are counted where they
-leave. Each run has an empty node cache of its own: the network side is cold, the interpreter's files are warm.
+leave. Each run has an empty node cache of its own: the network side is cold, the interpreter's files warm.
 """
 
 import json

@@ -259,15 +259,22 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         return selection.match(self._infos, self._opened.tied, patterns, self.name)
 
     def prefetch(self, patterns: Patterns = None) -> Prefetch:
-        """Begin to bring tensors here in the background, in the order in which a model uses them."""
+        """Begin to bring tensors here in the background, in the order in which a model uses them.
+
+        Without patterns, the small files beside the weights (configuration, tokenizer) come first.
+        """
         self._check_open()
-        infos = [self._infos[name] for name in self.match(patterns)]
-        return self.prefetch_names(fetch_order(infos))
+        first = opening.companion_spans(self._opened) if patterns is None else []
+        names = fetch_order(self._infos[name] for name in self.match(patterns))
+        return self.source.prefetch([*first, *self._spans(names)])
 
     def prefetch_names(self, names: Iterable[str]) -> Prefetch:
         """Begin to bring tensors here in the background, in exactly the order given."""
-        spans = selection.join_neighbours([self.info(name) for name in names])
-        return self.source.prefetch([Span(self._opened.blobs[file], span) for file, span in spans])
+        return self.source.prefetch(self._spans(names))
+
+    def _spans(self, names: Iterable[str]) -> list[Span]:
+        joined = selection.join_neighbours([self.info(name) for name in names])
+        return [Span(self._opened.blobs[file], span) for file, span in joined]
 
     def stream(
         self,

@@ -24,6 +24,8 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _FIRST = 64 * 1024  # what `Source.open` makes ready of each blob
+_COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+_USUAL_COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _SMALL = 100_000_000  # most bytes of a JSON file beside the weights: the same limit as for a header
 
 
@@ -49,6 +51,8 @@ class Opened:
         The publisher's sizes and digests.
     warnings : tuple of str
         What is suspect.
+    companions : tuple of str
+        Small files that a model's user reads beside the weights: configuration, tokenizer.
     """
 
     source: Source
@@ -59,6 +63,7 @@ class Opened:
     tied: Mapping[str, str]
     manifest: Manifest | None
     warnings: tuple[str, ...]
+    companions: tuple[str, ...] = ()
 
 
 def open_source(
@@ -108,7 +113,17 @@ def read_checkpoint(source: Source, name: str, file: str | None, variant: str | 
     metadata: dict[str, str] = {}
     for header in headers.values():
         metadata = {**header.metadata, **metadata}
-    return Opened(source, name, blobs, infos, metadata, tied, manifest, tuple(warnings))
+    return Opened(source, name, blobs, infos, metadata, tied, manifest, tuple(warnings), reader.companions())
+
+
+def companion_spans(opened: Opened) -> list[Span]:
+    """Open the small files beside the weights; return all their bytes. Local files need no fetching."""
+    if isinstance(opened.source, LocalSource) or not opened.companions:
+        return []
+    found = opened.source.open(opened.companions).values()
+    # One that is not there, or cannot be read, matters only to whoever reads it, and is reported then.
+    blobs = [blob for blob in found if not isinstance(blob, LoadstoneError) and blob.size <= _SMALL]
+    return [Span(blob, ByteRange(0, blob.size)) for blob in blobs]
 
 
 def read_config(source: Source, where: str) -> dict[str, object] | None:
@@ -177,6 +192,12 @@ class _SmallFiles:
         """Return the parsed ``config.json``."""
         data = self.read(CONFIG)
         return None if data is None else _parse_config(data, self._source.name)
+
+    def companions(self) -> tuple[str, ...]:
+        """Return the names of the folder's other small files; the usual ones where the store cannot list."""
+        if self.listed is None:
+            return _USUAL_COMPANIONS
+        return tuple(name for name in self.listed if name.endswith(_COMPANIONS) and name not in self._found)
 
     def manifest(self) -> Manifest | None:
         """Return the publisher's manifest."""

@@ -202,6 +202,10 @@ class RemoteSource:
             self._handles = [old for old in self._handles if not old.done()] + [handle]
         return handle
 
+    def settle(self, timeout: float | None = None) -> bool:
+        """Wait until complete blobs are sealed; ``False`` when ``timeout`` seconds went by first."""
+        return self.cache.settle(timeout)
+
     def close(self) -> None:
         """Stop every prefetch and close every blob."""
         with self._lock:

@@ -141,6 +141,10 @@ class Source(Protocol):
         """Start to bring ``spans`` here, in their order, in the background."""
         ...
 
+    def settle(self, timeout: float | None = None) -> bool:
+        """Wait until what is complete would survive a power cut; ``False`` when ``timeout`` passed first."""
+        ...
+
     def close(self) -> None:
         """Stop every prefetch and close every blob."""
         ...

@@ -83,3 +83,21 @@ def test_nothing_after_the_dashes_is_said(checkpoint: Path, tmp_path: Path) -> N
     _, err = child.communicate(timeout=60)
     assert child.returncode == 1
     assert "write: loadstone run LOCATION -- CMD" in err
+
+
+def test_without_a_cache_folder_the_command_inherits_the_memory(checkpoint: Path, tmp_path: Path) -> None:
+    code = (
+        "import loadstone, sys\n"
+        "with loadstone.open(sys.argv[1]) as ckpt:\n"
+        "    ckpt.wait()\n"
+        "    print(len(ckpt))\n"
+    )
+    stored = sum(path.stat().st_size for path in checkpoint.iterdir())
+    with FileServer(checkpoint, hook=(link := Link())) as server:
+        argv = [sys.executable, "-m", "loadstone", "run", server.url, "--cache", "none", "--"]
+        done = subprocess.run(
+            [*argv, sys.executable, "-c", code, server.url], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert int(done.stdout) > 0
+        assert link.bytes_sent <= stored

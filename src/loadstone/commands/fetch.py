@@ -12,6 +12,9 @@ from loadstone.commands.common import open_checkpoint
 from loadstone.display import follow, human_bytes, human_seconds
 from loadstone.loader.order import first_layer
 
+SETTLE_SECONDS = 60.0
+"""How long to wait for the disk; what is not on it by then is checked or fetched again after a power cut."""
+
 
 def prefetch(args: argparse.Namespace) -> int:
     """Fetch until the headers, the first layer, or everything that was asked for is here."""
@@ -28,6 +31,7 @@ def prefetch(args: argparse.Namespace) -> int:
             names = None if everything else [info.name for info in infos]
             follow(checkpoint.prefetch(names), checkpoint.name, as_json=args.json)
         seconds = time.monotonic() - began
+        checkpoint.source.settle(SETTLE_SECONDS)
         if args.json:
             done = {
                 "event": "done",

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from loadstone.commands.common import open_checkpoint, settings_of
 from loadstone.errors import LoadstoneError, RequestError
+from loadstone.loader.arena import Arena
+from loadstone.loader.cache import NodeCache
 
 if TYPE_CHECKING:
     from loadstone.loader.checkpoint import Checkpoint
@@ -29,10 +31,16 @@ def run(args: argparse.Namespace) -> int:
     """Start CMD and fetch for it; return CMD's exit status (128 + the signal's number when one ended it)."""
     if not args.command:
         raise RequestError("no command given; write: loadstone run LOCATION -- CMD…")
+    settings = settings_of(args)
+    arena = None if NodeCache(settings).folder else Arena()
+    if arena is not None:
+        # No folder can be used: CMD inherits the memory that the bytes are kept in instead.
+        args.cache = arena.address
+        settings = settings_of(args)
     fetching = _Fetching(args)
     fetching.start()
     try:
-        child = _start(args.command, settings_of(args).environment())
+        child = _start(args.command, settings.environment(), [arena.fd] if arena else [])
         fetching.stop_on_failure(child)
         status = _wait(child)
     finally:
@@ -43,25 +51,48 @@ def run(args: argparse.Namespace) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _start(command: list[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+def _start(
+    command: list[str], environment: dict[str, str], descriptors: list[int]
+) -> "subprocess.Popen[bytes]":
+    signals = _Signals()
+    signals.install()
     try:
-        child = subprocess.Popen(command, env=environment)
+        child = subprocess.Popen(command, env=environment, pass_fds=descriptors)
     except FileNotFoundError:
         raise RequestError(
             f"{command[0]!r} is not a command on this machine; check its spelling and PATH"
         ) from None
     except PermissionError:
         raise RequestError(f"{command[0]!r} cannot be executed; check its permissions") from None
+    signals.forward_to(child)
+    return child
 
-    def forward(number: int, _frame: FrameType | None) -> None:
+
+class _Signals:
+    """Passes this process's signals on to CMD, those that come before CMD exists too."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
+
+    def install(self) -> None:
+        """Take the signals. By handlers, not SIG_IGN: an ignored signal would stay ignored in CMD."""
+        for number in _FORWARDED:
+            signal.signal(number, self._take)
+
+    def forward_to(self, child: "subprocess.Popen[bytes]") -> None:
+        """Send ``child`` what came so far, and all that comes."""
+        self._child = child
+        while self._early:
+            child.send_signal(self._early.pop(0))
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
         if number in _FROM_TERMINAL and _in_foreground():
             return  # the terminal sent it to the whole process group: CMD has it already
-        child.send_signal(number)
-
-    # Handlers, not SIG_IGN: an ignored signal would stay ignored in CMD.
-    for number in _FORWARDED:
-        signal.signal(number, forward)
-    return child
+        if self._child is None:
+            self._early.append(number)
+        else:
+            self._child.send_signal(number)
 
 
 def _in_foreground() -> bool:

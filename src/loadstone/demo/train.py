@@ -117,7 +117,7 @@ def _train_adapter(folder: Path, style: str, tokenizer: PreTrainedTokenizerFast,
     # PEFT records the folder it was trained in; the base is known by its name.
     path = folder / "adapters" / style / "adapter_config.json"
     saved = json.loads(path.read_text())
-    path.write_text(json.dumps({**saved, "base_model_name_or_path": "loadstone-demo"}, indent=2))
+    path.write_text(json.dumps({**saved, "base_model_name_or_path": "base"}, indent=2))
 
 
 def _fit(
