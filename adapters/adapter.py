@@ -1,19 +1,19 @@
 """An adapter that has been read and checked: its updates, and what they make of the base.
 
-Ownership: an `Adapter` is immutable and may be used by any thread. Its tensors are views of its file and stay
-valid after `close`.
+Ownership: an `Adapter` is immutable and may be used by any thread. Its tensors are views of its file, made
+when its updates are looked at, and stay valid after `close`.
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType, TracebackType
+from collections.abc import Sequence
+from types import TracebackType
 from typing import Self
 
 import torch
 
 from loadstone.adapters import dense
 from loadstone.adapters.base import index_of
-from loadstone.adapters.build import Built
 from loadstone.adapters.config import AdapterConfig
+from loadstone.adapters.layout import FileUpdates
 from loadstone.adapters.updates import EmbeddingLowRank, ExpertsLowRank, LowRank, Replacement, Update
 from loadstone.errors import AdapterBaseError, AdapterFormatError
 from loadstone.loader.checkpoint import Checkpoint
@@ -28,8 +28,8 @@ class Adapter:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        config: AdapterConfig,
-        built: Built,
+        updates: FileUpdates,
+        warnings: Sequence[str],
         digest: str,
         base: Checkpoint | None,
         *,
@@ -38,12 +38,20 @@ class Adapter:
         self._checkpoint = checkpoint
         self._base = base
         self._owns_base = owns_base
-        self.config = config
-        self.updates: Mapping[str, tuple[Update, ...]] = MappingProxyType(built.updates)
-        self.warnings: tuple[str, ...] = tuple(built.warnings)
+        self.updates = updates
+        self.warnings: tuple[str, ...] = tuple(warnings)
         self.digest = digest
         self.source = checkpoint.source.name
-        self.nbytes = sum(t.nbytes for us in built.updates.values() for u in us for t in u.tensors)
+
+    @property
+    def config(self) -> AdapterConfig:
+        """What it says about itself."""
+        return self.updates.layout.config
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return self.updates.layout.nbytes
 
     def __repr__(self) -> str:
         return f"<Adapter {self.source}: {len(self.updates)} modules, {self.nbytes} bytes>"

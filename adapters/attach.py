@@ -8,12 +8,14 @@ answer.
 
 Concurrency: ``_lock`` serialises apply and forward; it is held from entering `apply` to leaving it, by the
 thread that runs the model. All state here (attached adapters, stacks, plans) belongs to its holder. Other
-threads only ask `is_attached`, `nbytes` and `runs_elsewhere`, and hand over versions to drop through
+threads only ask `is_attached`, `nbytes` and `runs_elsewhere`, check updates (what passed is noted in a table
+that is only added to, one entry at a time), and hand over versions to drop through
 `forget`, which does the work itself when nobody holds the lock and leaves it to the holder otherwise.
 """
 
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from torch import nn
 
 from loadstone.adapters import fit, plan
 from loadstone.adapters.compute import lasting
+from loadstone.adapters.layout import FileUpdates, Layout
 from loadstone.adapters.stacks import STACK_FROM, Operations, Stack, Stacks
 from loadstone.adapters.steps import Changes, Forward, Step
 from loadstone.errors import AdapterError
@@ -83,6 +86,7 @@ class Attacher:
         self._stacks = Stacks()
         self._plans: OrderedDict[tuple[int | None, ...], Mapping[str, _Patch]] = OrderedDict()
         self._gone: deque[int] = deque()
+        self._checked: weakref.WeakKeyDictionary[Layout, int] = weakref.WeakKeyDictionary()
 
     @property
     def nbytes(self) -> int:
@@ -101,8 +105,13 @@ class Attacher:
         return self._gate.owner == owner or time.monotonic() - ended < _MOMENT
 
     def check(self, updates: fit.Updates) -> int:
-        """See `fit.check`; any thread."""
-        return fit.check(self._modules, updates)
+        """See `fit.check`; any thread. Updates of a layout that passed before pass again."""
+        if not isinstance(updates, FileUpdates):
+            return fit.check(self._modules, updates)
+        known = self._checked.get(updates.layout)
+        if known is None:
+            known = self._checked[updates.layout] = fit.check(self._modules, updates)
+        return known
 
     @contextmanager
     def apply(self, rows: Sequence[Attachable | None]) -> Iterator[None]:

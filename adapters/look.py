@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,14 +45,15 @@ _lock = threading.Lock()
 _seen: OrderedDict[tuple[object, ...], Look] = OrderedDict()
 
 
-def look_at(blob: Blob, tensors: Mapping[str, torch.Tensor]) -> Look:
-    """Return what the bytes of ``blob`` show; they must be ready, and ``tensors`` be views of them."""
+def look_at(blob: Blob, views: Callable[[], Mapping[str, torch.Tensor]]) -> Look:
+    """Return what the bytes of ``blob`` show; they must be ready, and ``views`` give every tensor of it."""
     identity = _identity(blob)
     with _lock:
         known = _seen.get(identity)
         if known is not None:
             _seen.move_to_end(identity)
             return known
+    tensors = views()
     found = Look(
         sha256=hashlib.sha256(blob.buffer()).digest(),
         nonfinite=tuple(name for name, tensor in tensors.items() if not _is_finite(tensor)),

@@ -141,7 +141,7 @@ def _alike(adapter: Adapter, first: tuple[str, str] | None, second: tuple[str, s
     """Say whether the very same updates are made to two parameters."""
     if first is None or second is None:
         return False
-    return adapter.updates[first[0]] == adapter.updates[second[0]]
+    return adapter.updates.same(first[0], second[0])
 
 
 def _write_shards(adapter: Adapter, checkpoint: Checkpoint, plan: _Plan, folder: Path) -> None:

@@ -6,7 +6,7 @@ No state of its own; any thread may read.
 import hashlib
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,9 +14,9 @@ import torch
 
 from loadstone.adapters.adapter import Adapter
 from loadstone.adapters.base import BaseIndex, index_of, same_name
-from loadstone.adapters.build import Built, Contents, build
-from loadstone.adapters.config import CONFIG_NAME, WEIGHTS_NAME, AdapterConfig, canonical, parse_config
+from loadstone.adapters.config import CONFIG_NAME, WEIGHTS_NAME, parse_config
 from loadstone.adapters.experts import Experts
+from loadstone.adapters.layout import FileUpdates, Layout, recall, work_out
 from loadstone.adapters.look import Look, look_at
 from loadstone.adapters.updates import EmbeddingLowRank, ExpertsLowRank, LowRank, TokenRows, Update
 from loadstone.errors import (
@@ -30,16 +30,16 @@ from loadstone.errors import (
 )
 from loadstone.loader import opening
 from loadstone.loader.checkpoint import Checkpoint, open_checkpoint
-from loadstone.loader.header import TensorInfo
 from loadstone.loader.ranges import ByteRange
 from loadstone.loader.source import Blob, Source
-from loadstone.loader.views import is_aligned, view
 from loadstone.settings import Settings
 
 FINGERPRINT_KEY = "loadstone.base_fingerprint"
 """In an adapter file's metadata: the structural fingerprint of the base that it was made for."""
 
 _PICKLE = "adapter_model.bin"
+_FIRST = 64 * 1024  # what `Source.open` makes ready of each file
+_LONGEST = 8 * 1024 * 1024
 
 Location = str | os.PathLike[str]
 
@@ -139,44 +139,55 @@ def _read(
     text = opening.read_small(source, CONFIG_NAME)
     if text is None:
         raise _missing(source, CONFIG_NAME, "without it the scale of the update is unknown")
-    config = parse_config(text, f"{where}/{CONFIG_NAME}")
     blob = opened[WEIGHTS_NAME]
-    if isinstance(blob, NotFoundError):
-        raise _missing(source, WEIGHTS_NAME, "no other file is read instead")
     if isinstance(blob, Exception):
+        parse_config(text, f"{where}/{CONFIG_NAME}")
+        if isinstance(blob, NotFoundError):
+            raise _missing(source, WEIGHTS_NAME, "no other file is read instead")
         raise blob
-    try:
-        checkpoint = Checkpoint(opening.read_checkpoint(source, name, WEIGHTS_NAME, None))
-    except FormatError as error:
-        raise AdapterFormatError(str(error)) from error
     index = None if base is None else index_of(base)
-    infos = {key: checkpoint.info(key) for key in checkpoint}
-    views = _views(checkpoint, blob, infos)
-    contents = Contents(
-        {key: info.shape for key, info in infos.items()},
-        {key: info.dtype for key, info in infos.items()},
-        views.__getitem__,
-    )
-    built = build(contents, config, index, options.experts, f"{where}/{WEIGHTS_NAME}")
-    built.warnings += _identity_warnings(config, checkpoint, index, options)
+    layout = _layout(source, name, blob, text, index=index, options=options)
+    files = {WEIGHTS_NAME: blob}
+    checkpoint = Checkpoint(opening.Opened(source, name, files, layout.infos, layout.metadata, {}, None, ()))
+    suspect = [*layout.built.warnings, *_identity_warnings(layout, checkpoint, index, options)]
     blob.ensure([ByteRange(0, blob.size)])
-    look = look_at(blob, views)
-    silent = {views[key].data_ptr() for key in look.zero}
-    built.warnings += _value_warnings(built, look, silent, where, options)
+    look = look_at(blob, lambda: {key: checkpoint.view(key) for key in layout.infos})
+    suspect += _value_warnings(layout, look, where, options)
     if base is not None:
-        _compare_copies(built, views, base, where)
-    digest = hashlib.sha256(canonical(config) + b"\0" + look.sha256)
+        _compare_copies(layout.built.copies, checkpoint, base, where)
+    digest = hashlib.sha256(layout.said + b"\0" + look.sha256)
     if options.experts != "auto":
         digest.update(options.experts.encode())
-    return Adapter(checkpoint, config, built, digest.hexdigest(), base, owns_base=owns_base)
+    updates = FileUpdates(layout, checkpoint, blob.buffer())
+    return Adapter(checkpoint, updates, suspect, digest.hexdigest(), base, owns_base=owns_base)
 
 
-def _views(checkpoint: Checkpoint, blob: Blob, infos: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
-    """Return every tensor without waiting, as `Checkpoint.view` does, but look at the file once for all."""
-    buffer = blob.buffer()
-    return {
-        key: view(info, buffer) if is_aligned(info) else checkpoint.view(key) for key, info in infos.items()
-    }
+def _layout(
+    source: Source, name: str, blob: Blob, text: bytes, *, index: BaseIndex | None, options: Options
+) -> Layout:
+    """Work out what the header, the config and the base say together, or remember it."""
+
+    def fresh() -> Layout:
+        config = parse_config(text, f"{source.name}/{CONFIG_NAME}")
+        try:
+            checkpoint = Checkpoint(opening.read_checkpoint(source, name, WEIGHTS_NAME, None))
+        except FormatError as error:
+            raise AdapterFormatError(str(error)) from error
+        return work_out(checkpoint, config, index, options.experts, f"{source.name}/{WEIGHTS_NAME}")
+
+    header = _header_bytes(blob)
+    size = blob.size.to_bytes(8, "little")
+    facts = None if header is None else (header, size, text, options.experts.encode())
+    return recall(index, facts, fresh)
+
+
+def _header_bytes(blob: Blob) -> bytes | None:
+    """Return the header as it stands in the file; ``None`` when there is none of a usual size."""
+    first = blob.read(ByteRange(0, min(_FIRST, blob.size)))
+    end = 8 + int.from_bytes(first[:8], "little")
+    if end <= len(first):
+        return first[:end]
+    return first + blob.read(ByteRange(len(first), end)) if end <= min(blob.size, _LONGEST) else None
 
 
 def _missing(source: Source, wanted: str, why: str) -> NotFoundError:
@@ -201,14 +212,14 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _identity_warnings(
-    config: AdapterConfig, checkpoint: Checkpoint, base: BaseIndex | None, options: Options
+    layout: Layout, checkpoint: Checkpoint, base: BaseIndex | None, options: Options
 ) -> list[str]:
     """Compare what the adapter says about its base with the base."""
     if base is None:
         return []
     found = []
     where = checkpoint.source.name
-    recorded = checkpoint.metadata.get(FINGERPRINT_KEY)
+    recorded = layout.metadata.get(FINGERPRINT_KEY)
     if recorded is not None and recorded != base.fingerprint:
         found.append(
             f"{where}: it was made for a base of another structure (fingerprint {recorded[:12]}) than"
@@ -216,7 +227,7 @@ def _identity_warnings(
         )
     own_name = base.config.get("_name_or_path")
     names = [base.name, *([own_name] if isinstance(own_name, str) else [])]
-    said = config.base_name
+    said = layout.config.base_name
     if recorded != base.fingerprint and said and not any(same_name(said, name) for name in names):
         found.append(
             f"{where}: it says that its base is {said!r}, but it is used with {base.name}; the shapes fit,"
@@ -227,11 +238,8 @@ def _identity_warnings(
     return found
 
 
-def _value_warnings(built: Built, look: Look, zero: set[int], where: str, options: Options) -> list[str]:
-    """Judge values that are not numbers, and updates that change nothing.
-
-    ``zero`` has the addresses of tensors in which every value is zero.
-    """
+def _value_warnings(layout: Layout, look: Look, where: str, options: Options) -> list[str]:
+    """Judge values that are not numbers, and updates that change nothing."""
     found = []
     if look.nonfinite:
         text = (
@@ -241,35 +249,38 @@ def _value_warnings(built: Built, look: Look, zero: set[int], where: str, option
         if options.nonfinite == "refuse":
             raise AdapterFormatError(f"{text}; train it again or read it with nonfinite='warn'")
         found.append(text)
-    updates = [update for several in built.updates.values() for update in several]
+    zero = {layout.ids[key] for key in look.zero if key in layout.ids}
+    updates = [update for several in layout.built.updates.values() for update in several]
     if updates and all(_is_silent(update, zero) for update in updates):
         found.append(f"{where}: every lora_B (or lora_A) is zero: the adapter has no effect")
-    if built.copies:
+    copies = layout.built.copies
+    if copies:
         found.append(
-            f"{where}: {len(built.copies)} tensors repeat parameters of the base and are left out, the first"
-            f" is {next(iter(built.copies))!r}"
+            f"{where}: {len(copies)} tensors repeat parameters of the base and are left out, the first"
+            f" is {next(iter(copies))!r}"
         )
     return found
 
 
-def _is_silent(update: Update, zero: set[int]) -> bool:
+def _is_silent(update: Update, zero: Collection[int]) -> bool:
+    """Say whether an update changes nothing; ``zero`` has the placeholders of tensors that are all zero."""
     if isinstance(update, TokenRows):
         return not update.rows
     if not isinstance(update, LowRank | EmbeddingLowRank | ExpertsLowRank):
         return False
     extra = isinstance(update, LowRank) and update.bias is not None
     dora = not isinstance(update, ExpertsLowRank) and update.magnitude is not None
-    return not extra and not dora and (update.a.data_ptr() in zero or update.b.data_ptr() in zero)
+    return not extra and not dora and (id(update.a) in zero or id(update.b) in zero)
 
 
-def _compare_copies(built: Built, views: Mapping[str, torch.Tensor], base: Checkpoint, where: str) -> None:
+def _compare_copies(copies: Mapping[str, str], own: Checkpoint, base: Checkpoint, where: str) -> None:
     """Refuse whole parameters of the base in the file, unless they are what the base has already."""
     index = index_of(base)
-    for key, name in built.copies.items():
+    for key, name in copies.items():
         stored = index.stored(name)
         assert stored is not None
-        own, theirs = views[key], base[stored]
-        if not torch.equal(own.to(theirs.dtype), theirs):
+        value, theirs = own.view(key), base[stored]
+        if not torch.equal(value.to(theirs.dtype), theirs):
             raise AdapterBaseError(
                 f"{where}: {key!r} is another {name} than the base's; it would overwrite the"
                 " base for everyone. Name its module in modules_to_save to keep it with the adapter"

@@ -7,7 +7,7 @@ ambiguous.
 In the shapes below ``r`` is the rank, ``W`` the weight of the base.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -161,3 +161,21 @@ class ExpertsLowRank:
 
 Update = LowRank | EmbeddingLowRank | Replacement | TokenRows | ExpertsLowRank
 """One way to change a module; a module may have several, applied in order."""
+
+
+def over(update: Update, tensor: Callable[[torch.Tensor], torch.Tensor]) -> Update:
+    """Return the same update of other tensors: each is replaced by what ``tensor`` makes of it."""
+    if isinstance(update, LowRank):
+        magnitude = None if update.magnitude is None else tensor(update.magnitude)
+        bias = None if update.bias is None else tensor(update.bias)
+        a, b = tensor(update.a), tensor(update.b)
+        return LowRank(a, b, update.scale, magnitude, bias, update.transposed)
+    if isinstance(update, EmbeddingLowRank):
+        magnitude = None if update.magnitude is None else tensor(update.magnitude)
+        return EmbeddingLowRank(tensor(update.a), tensor(update.b), update.scale, magnitude)
+    if isinstance(update, Replacement):
+        return Replacement({name: tensor(own) for name, own in update.parameters.items()})
+    if isinstance(update, TokenRows):
+        return TokenRows(update.rows, tensor(update.values))
+    a, b = tensor(update.a), tensor(update.b)
+    return ExpertsLowRank(update.parameter, a, b, update.scale, update.experts, update.orientation)
