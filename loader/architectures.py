@@ -158,7 +158,7 @@ def translated(where: str) -> Iterator[None]:
         yield
     except LoadstoneError:
         raise
-    except (ValueError, TypeError, RuntimeError, OSError, LookupError, AttributeError, ImportError) as error:
+    except Exception as error:  # of any class: a configuration may be wrong in any way
         reason = " ".join(str(error).split())[:_REASON]
         raise BindError(f"{where}: transformers cannot load this model: {reason}") from error
 

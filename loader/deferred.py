@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from loadstone.loader.pending import (
-    WITHOUT_BYTES,
     Arrival,
     Pending,
     PendingBuffer,
@@ -25,6 +24,7 @@ from loadstone.loader.pending import (
     replace_tensors,
     settled,
 )
+from loadstone.loader.queries import WITHOUT_BYTES, parse_to
 
 
 class Deferred(Pending):
@@ -46,9 +46,9 @@ class Deferred(Pending):
         if func is torch.equal:
             # Asked before tying two tensors that are both stored. Each keeps its own: right, equal or not.
             return False
-        if func is torch.Tensor.to:
-            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
-            return _cast(args[0], device or args[0].device, dtype or args[0].dtype)
+        target = parse_to(args[1:], kwargs) if func is torch.Tensor.to else None
+        if target is not None:
+            return _cast(args[0], target[0] or args[0].device, target[1] or args[0].dtype)
         noted = None if _writes(func) else _note(func, args, kwargs)
         return super().__torch_function__(func, types, args, kwargs) if noted is None else noted
 

@@ -190,8 +190,8 @@ def _settle_first(module: nn.Module, _args: object) -> None:
     wait_for(module)
     for child in module.modules():
         hooks = child._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if hook is _settle_first]:
-            del hooks[key]
+        for key in [key for key, hook in list(hooks.items()) if hook is _settle_first]:
+            hooks.pop(key, None)  # another thread may have come first
 
 
 def _slots(module: nn.Module) -> list[_Slot]:

@@ -16,10 +16,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from loadstone.loader.queries import WITHOUT_BYTES, changes_nothing
 
 _compiler: Any = torch._C._dynamo.eval_frame
 
@@ -81,10 +84,12 @@ class Pending(torch.Tensor):
         if func in WITHOUT_BYTES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if changes_nothing(func, args, kwargs):
+            return args[0]
         result = func(*replace_tensors(args, settled), **replace_tensors(kwargs or {}, settled))
         if func is torch.Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
             # `nn.Parameter(tensor)` insists that a subclass detaches to the class that ``tensor`` by now has.
-            result.__class__ = type(args[0])
+            result.__class__ = type(settled(args[0]))
         return result
 
     @classmethod
@@ -151,14 +156,9 @@ def settle(tensor: torch.Tensor) -> None:
         return
     with arrival.lock():
         if isinstance(tensor, Pending) and "_arrival" in tensor.__dict__:  # no other thread was faster
-            compiling = _compiler.set_eval_frame(None)
-            try:
-                if "_real" not in tensor.__dict__:
-                    real = arrival.make()
-                    tensor._real = torch.Tensor._make_subclass(tensor._plain, real, tensor.requires_grad)
-                _become(tensor, tensor._real)
-            finally:
-                _compiler.set_eval_frame(compiling)
+            if "_real" not in tensor.__dict__:
+                tensor._real = _undisturbed(lambda: _plain_of(tensor, arrival.make()))
+            _become(tensor, tensor._real)
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,6 +166,46 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
     settle(tensor)
     real: torch.Tensor = tensor.__dict__.get("_real", tensor)
     return real
+
+
+def _plain_of(tensor: Pending, real: torch.Tensor) -> torch.Tensor:
+    return torch.Tensor._make_subclass(tensor._plain, real, tensor.requires_grad)
+
+
+def _undisturbed(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Call ``make`` as if the caller had switched nothing on.
+
+    In inference mode, and inside a function transform (`torch.func`), a trace or a mode, new tensors are of a
+    kind that must not outlive it. All of these belong to a thread; so where there is one, another does it.
+    """
+    c: Any = torch._C
+    if (
+        c._len_torch_dispatch_stack()
+        or c._len_torch_function_stack()
+        or c._get_tracing_state() is not None
+        or c._functorch.peek_interpreter_stack() is not None
+        or torch.is_inference_mode_enabled()
+    ):
+        return _elsewhere(make)
+    compiling = _compiler.set_eval_frame(None)  # torch.compile looks into every function called
+    try:
+        return make()
+    finally:
+        _compiler.set_eval_frame(compiling)
+
+
+def _elsewhere(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Call ``make`` in a new thread. It is a daemon, so that an interrupt need not wait for the network."""
+    made: Future[torch.Tensor] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:  # noqa: BLE001  raised again in the thread that asked
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="loadstone-settle", daemon=True).start()
+    return made.result()
 
 
 def redirect(tensor: Pending, device: torch.device) -> None:
@@ -196,33 +236,9 @@ def _become(tensor: Any, real: Any) -> None:
         torch._C._swap_tensor_impl(tensor, real)  # what `torch.utils.swap_tensors` is made of
     except RuntimeError:
         return  # C++ refers to one of them weakly, as in `torch.jit.trace`: ``real`` serves till the next use
-    real.__class__, tensor.__class__ = type(tensor), type(real)
-    del tensor.__dict__["_arrival"], tensor.__dict__["_real"]
     real._real = tensor
-
-
-# Everything that can be answered without the bytes. What is not here waits: forgetting one costs only time.
-_PROPERTIES = """
-    device dtype grad grad_fn is_cpu is_cuda is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_sparse
-    is_sparse_csr is_xla is_xpu itemsize layout nbytes ndim output_nr requires_grad retains_grad shape
-"""
-_METHODS = """
-    __hash__ __len__ dim element_size get_device is_complex is_contiguous is_floating_point is_inference
-    is_same_size is_signed ndimension nelement numel requires_grad_ size storage_offset stride
-"""
-_FUNCTIONS = "get_device is_complex is_floating_point is_inference is_same_size is_signed numel"
-
-
-def _descriptor(name: str) -> Any:
-    return getattr(torch.Tensor, name)
-
-
-WITHOUT_BYTES: frozenset[Any] = frozenset(
-    [_descriptor(name).__get__ for name in _PROPERTIES.split()]
-    + [_descriptor(name) for name in _METHODS.split()]
-    + [getattr(torch, name) for name in _FUNCTIONS.split()]
-    + [_descriptor("requires_grad").__set__, torch._has_compatible_shallow_copy_type]
-)
+    real.__class__, tensor.__class__ = type(tensor), type(real)
+    del tensor.__dict__["_real"], tensor.__dict__["_arrival"]  # the arrival last: until then others wait
 
 
 def _leave_uncompiled(functions: Iterable[Any]) -> None:
@@ -236,4 +252,5 @@ def _leave_uncompiled(functions: Iterable[Any]) -> None:
 
 
 _intercepting: list[Any] = [Pending.__torch_function__, Pending.__torch_dispatch__]
-_leave_uncompiled([*(method.__func__ for method in _intercepting), settle, settled, replace_tensors])
+_leave_uncompiled(method.__func__ for method in _intercepting)
+_leave_uncompiled([changes_nothing, replace_tensors, settle, settled, _become, _plain_of, _undisturbed])

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from loadstone.errors import TransferError
 from loadstone.loader.pending import (
@@ -225,6 +227,74 @@ def test_what_needs_no_bytes_does_not_wait(kind: type[Pending]) -> None:
     assert tensor.requires_grad
     assert is_pending(tensor)
     assert delivery.asked == 0
+
+
+def test_a_conversion_to_what_it_is_already_does_not_wait() -> None:
+    delivery = Delivery()
+    layer = nn.Linear(5, 4, bias=False)
+    layer.weight = tensor = delivery.tensor()
+    for done in (
+        tensor.to("cpu"),
+        tensor.to(torch.float32),
+        tensor.to(device="cpu", dtype=torch.float32),
+        tensor.to("cpu", torch.float32, True),
+    ):
+        assert done is tensor
+    assert layer.to("cpu").to(torch.float32).to("cpu", torch.float32).weight is tensor
+    assert delivery.asked == 0
+    delivery.arrived.set()
+    assert delivery.tensor().to("cpu", copy=True).data_ptr() != 0
+    assert delivery.tensor().to(torch.ones(1)).sum() == TRUE.sum()
+    assert delivery.tensor().to(torch.float64).dtype == torch.float64
+    assert torch.equal(layer.double().weight, TRUE.double())
+
+
+def under_inference_mode(x: torch.Tensor, tensor: Any) -> Any:
+    with torch.inference_mode():
+        return (x @ tensor).clone()
+
+
+def under_default_device(x: torch.Tensor, tensor: Any) -> Any:
+    with torch.device("meta"):
+        return x @ tensor
+
+
+def under_dispatch_mode(x: torch.Tensor, tensor: Any) -> Any:
+    with FlopCounterMode(display=False):
+        return x @ tensor
+
+
+MODES: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "inference": under_inference_mode,
+    "default device": under_default_device,
+    "dispatch mode": under_dispatch_mode,
+    "grad": lambda x, t: torch.func.grad(lambda y: (y @ t).sum())(x).sum() * 0 + x @ t,
+    "jvp": lambda x, t: torch.func.jvp(lambda y: y @ t, (x,), (x,))[1],
+    "vmap": lambda x, t: torch.vmap(lambda row: row @ t)(x),
+    "functionalize": lambda x, t: torch.func.functionalize(lambda y: y @ t)(x),
+    "make_fx": lambda x, t: make_fx(lambda y: y @ t)(x)(x),
+    "trace": lambda x, t: untyped.jit.trace(lambda y: y @ t, (x,), check_trace=False)(x),
+    "aot": lambda x, t: torch.compile(lambda y: y @ t, backend="aot_eager")(x),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_mode_of_its_first_use_leaves_no_mark(name: str) -> None:
+    torch.compiler.reset()
+    delivery = Delivery()
+    tensor = delivery.tensor()
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    result = run_late(delivery, lambda: MODES[name](x, tensor))
+    assert torch.equal(result, x @ TRUE)
+    assert type(tensor) is nn.Parameter
+    assert torch._C._dispatch_keys(tensor) == torch._C._dispatch_keys(nn.Parameter(TRUE))
+    with torch.no_grad():
+        tensor.add_(1)
+    tensor.requires_grad_(True)
+    total: Any = (x @ tensor).sum()
+    total.backward()
+    assert tensor.grad is not None
+    assert torch.equal(tensor.detach(), TRUE + 1)
 
 
 def test_requires_grad_set_while_pending_trains_the_parameter() -> None:
