@@ -39,7 +39,7 @@ class Settings:
     retry_seconds : float
         Seconds that one piece of work may spend on temporary failures before it gives up.
     verify : bool
-        Check digests, where the publisher or the store wrote them, before bytes count as ready.
+        Compare every file with its published digest when a checkpoint is opened; this reads all of it.
     adapter_bytes : int
         Most bytes of adapters attached to the model; 0: a quarter of the memory this process may use.
     admin_token : str
