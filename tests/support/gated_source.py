@@ -145,6 +145,9 @@ class GatedSource:
     def prefetch(self, spans: Sequence[Span]) -> Prefetch:
         return NoPrefetch()
 
+    def settle(self, timeout: float | None = None) -> bool:
+        return True
+
     def close(self) -> None:
         self._real.close()
 
