@@ -137,7 +137,7 @@ def read_manifest(source: Source, files: Collection[str]) -> Manifest | None:
     data = read_small(source, MANIFEST)
     if data is None:
         return None
-    listed = parse_manifest(data, f"{source.name}/{MANIFEST}").files
+    listed = parse_manifest(data, _in(source, MANIFEST)).files
     return Manifest({name: record for name, record in listed.items() if name in files})
 
 
@@ -148,6 +148,10 @@ def read_small(source: Source, name: str) -> bytes | None:
     if isinstance(blob, NotFoundError) or (isinstance(blob, AccessError) and source.names() is None):
         return None
     return _whole(blob)
+
+
+def _in(source: Source, name: str) -> str:
+    return f"{source.name.rstrip('/')}/{name}"
 
 
 def _parse_config(data: bytes, where: str) -> dict[str, object]:
@@ -202,7 +206,7 @@ class _SmallFiles:
     def manifest(self) -> Manifest | None:
         """Return the publisher's manifest."""
         data = self.read(MANIFEST)
-        return None if data is None else parse_manifest(data, f"{self._source.name}/{MANIFEST}")
+        return None if data is None else parse_manifest(data, _in(self._source, MANIFEST))
 
 
 def _open_local(place: Location) -> tuple[Source, str, str | None]:

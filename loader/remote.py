@@ -246,7 +246,9 @@ class RemoteSource:
             except LoadstoneError as error:
                 found[name] = error
             except Exception as error:  # noqa: BLE001  one object's failure must not hide the others
-                found[name] = TransferError(f"{self.name}/{name}: opening failed unexpectedly: {error!r}")
+                found[name] = TransferError(
+                    f"{self.name.rstrip('/')}/{name}: opening failed unexpectedly: {error!r}"
+                )
 
     def _open_one(self, name: str) -> RemoteBlob:
         obj = self.store.object(name)
