@@ -1,12 +1,13 @@
 """From a location to a table of tensors: finds the files, reads their headers, joins them.
 
-Everything that opening a checkpoint costs is here: one listing, the small JSON files, and the first 64 KiB of
-each weight file, each of these three steps side by side for all files.
+Everything that opening a checkpoint costs is here, in two rounds: one listing and the small JSON files, then
+the first 64 KiB of each weight file, side by side.
 """
 
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -177,17 +178,24 @@ class _SmallFiles:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self.listed = source.names()
-        usual = [INDEX, CONFIG, MANIFEST]
-        if self.listed is None or INDEX not in self.listed:
-            usual.append(SINGLE)  # most likely the weights: their header comes with the same round trip
-        self._found = source.open([name for name in usual if self.listed is None or name in self.listed])
+        usual = [INDEX, CONFIG, MANIFEST, SINGLE]  # the last is most likely the weights of a small model
+        if isinstance(source, LocalSource):
+            self.listed = source.names()
+            self._found = source.open([name for name in usual if self.listed is None or name in self.listed])
+            return
+        # Asking for what may not be there costs an answer or two; waiting for the listing, round trips.
+        with ThreadPoolExecutor(1, "loadstone-list") as lister:
+            listing = lister.submit(source.names)
+            self._found = source.open(usual)
+            self.listed = listing.result()
 
     def read(self, name: str) -> bytes | None:
         """Return a file; ``None`` when there is none. A link that leads nowhere is an error."""
         if self.listed is not None and name not in self.listed:
             return None
-        blob = self._found.get(name) or self._source.open([name])[name]
+        blob = self._found.get(name)
+        if blob is None or (self.listed is not None and isinstance(blob, NotFoundError)):
+            blob = self._source.open([name])[name]  # also one that came between the two
         if self.listed is None and isinstance(blob, NotFoundError | AccessError):
             return None  # see `read_small`
         return _whole(blob)
