@@ -8,6 +8,7 @@ rules do not need it, provided that every name, shape and dtype in the checkpoin
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import conversion_mapping
 
 from loadstone.errors import BindError
@@ -79,7 +80,7 @@ def bound_model(
     stored = {torch_dtype(checkpoint.info(name)) for name in checkpoint}
     if dtype is None or any(kind.is_floating_point and kind != dtype for kind in stored):
         return None
-    with torch.device("meta"):
+    with torch.device("meta"), _OnlyShapes():
         model: PreTrainedModel = model_class._from_config(config, **{**options, "dtype": dtype})
     try:
         bind(model, checkpoint)
@@ -87,6 +88,19 @@ def bound_model(
         return None
     model.train(mode=False)
     return model
+
+
+class _OnlyShapes(TorchFunctionMode):
+    """Skips filling tensors that have no memory, which takes most of the time of building them."""
+
+    _FILLS = frozenset({torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.fill_, torch.Tensor.zero_})
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self._FILLS and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _dtype(config: Any, wanted: "torch.dtype | str") -> torch.dtype | None:

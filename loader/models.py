@@ -177,9 +177,11 @@ def _tensors(checkpoint: Checkpoint) -> "dict[str, torch.Tensor]":
     from loadstone.loader.pending import Arrival  # noqa: PLC0415  imports torch
     from loadstone.loader.views import torch_dtype, torch_shape  # noqa: PLC0415  imports torch
 
+    ready = checkpoint.get([name for name in checkpoint if checkpoint.is_ready(name)])
+
     def arriving(name: str) -> torch.Tensor:
-        if checkpoint.is_ready(name):
-            return checkpoint[name]
+        if name in ready:
+            return ready[name]
         info = checkpoint.info(name)
         like = torch.empty(torch_shape(info), dtype=torch_dtype(info), device="meta")
         return deferred(Arrival(checkpoint, (name,), lambda: checkpoint[name]), like, torch.device("cpu"))

@@ -299,13 +299,14 @@ def unstored_meta_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _fill(
     slots: list[_Slot], infos: Mapping[str, TensorInfo], tied: Mapping[str, str], checkpoint: "Checkpoint"
 ) -> None:
+    ready = checkpoint.get([name for name in infos if checkpoint.is_ready(name)])
     made: dict[tuple[str, torch.dtype, torch.device, bool], torch.Tensor] = {}
     by_name: dict[str, torch.Tensor] = {}
     for slot in slots:
         if slot.source is not None:
             key = (slot.source, slot.tensor.dtype, slot.device, isinstance(slot.tensor, nn.Parameter))
             if key not in made:
-                made[key] = _arriving(slot, infos[slot.source], checkpoint)
+                made[key] = _arriving(slot, infos[slot.source], checkpoint, ready.get(slot.source))
             by_name[slot.name] = made[key]
     for slot in slots:
         owner = tied.get(slot.name, slot.name)
@@ -313,7 +314,9 @@ def _fill(
             setattr(slot.module, slot.attribute, by_name[owner])
 
 
-def _arriving(slot: _Slot, info: TensorInfo, checkpoint: "Checkpoint") -> torch.Tensor:
+def _arriving(
+    slot: _Slot, info: TensorInfo, checkpoint: "Checkpoint", ready: torch.Tensor | None
+) -> torch.Tensor:
     """Return the tensor for ``slot``: plain when its bytes are here, else pending."""
     name, dtype, device = info.name, slot.tensor.dtype, slot.device
     is_parameter = isinstance(slot.tensor, nn.Parameter)
@@ -321,9 +324,9 @@ def _arriving(slot: _Slot, info: TensorInfo, checkpoint: "Checkpoint") -> torch.
     def make() -> torch.Tensor:
         return checkpoint[name].to(device=device, dtype=dtype)
 
-    if checkpoint.is_ready(name):
-        real = make()
-        return nn.Parameter(real, requires_grad=False) if is_parameter else real
+    if ready is not None:
+        ready = ready.to(device=device, dtype=dtype)
+        return nn.Parameter(ready, requires_grad=False) if is_parameter else ready
     kind = PendingParameter if is_parameter else PendingBuffer
     return pending(kind, Arrival(checkpoint, (name,), make), torch_shape(info), dtype, device)
 
