@@ -10,17 +10,15 @@ Six pieces of work, each in fresh processes, ways interleaved, the page cache's 
 - *memory*: four processes that hold the same model, the memory of all together.
 """
 
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from loadstone.bench import disk
 from loadstone.bench.hold import hold_together
+from loadstone.bench.inputs import written
 from loadstone.bench.loader_bars import loader_bars
 from loadstone.bench.loader_inputs import Inputs
 from loadstone.bench.runner import CannotRun, Way, run_process, run_ways
@@ -32,7 +30,6 @@ PROCESSES = 4
 
 _CHILD = "loadstone.bench.loader_child"
 _MODELS = "loadstone.bench.loader_models_child"
-_MARK = ".loadstone-bench-loader"  # names the size in a kept folder of inputs
 
 Files = Callable[[Inputs], Sequence[Path]]
 
@@ -171,7 +168,8 @@ def loader(
         raise BenchError(f"there is no piece of work called {unknown[0]!r}; choose of {', '.join(WORKS)}")
     env = (settings or Settings.from_env()).environment()
     report = Report("loader", {"size": size, "runs": runs, "work": chosen, "processes": PROCESSES})
-    with _inputs(work, size, keep, env) as inputs:
+    with written("loader", size, work=work, keep=keep, env=env) as folder:
+        inputs = Inputs(folder)
         for name in chosen:
             piece = WORKS[name]
             ways = [
@@ -201,25 +199,3 @@ def _measure(
     if "layer_" in target:
         figures["cached_after_bytes"] = disk.resident_bytes(files)
     return state, figures
-
-
-@contextmanager
-def _inputs(work: Path, size: int, keep: bool, env: Mapping[str, str]) -> Iterator[Inputs]:
-    """Give the inputs, written anew unless a former run kept them."""
-    if not work.is_dir():
-        raise BenchError(f"{work} is no folder; make it, or name another with --work")
-    kept = work / f"loadstone-bench-{size}"
-    if (kept / _MARK).exists():
-        yield Inputs(kept.resolve())
-        return
-    folder = Path(tempfile.mkdtemp(prefix="loadstone-bench-", dir=work)).resolve()
-    try:
-        print(f"writing the inputs to {folder}", file=sys.stderr, flush=True)
-        run_process([sys.executable, "-m", "loadstone.bench.loader_inputs", str(folder), str(size)], env)
-        if keep:
-            (folder / _MARK).touch()
-            folder = folder.rename(kept.resolve())
-        yield Inputs(folder)
-    finally:
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)

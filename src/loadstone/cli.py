@@ -247,7 +247,21 @@ def _add_measuring(commands: "_Commands[argparse.ArgumentParser]") -> None:
         action="append",
         help="disk, memory, link, start, layer, open, anonymous or first-request; may be repeated",
     )
-    for parser in (cold, loader, transfer):
+    adapters = _command(kinds, "adapters", "bench:adapters", "Adapters over one shared base, beside PEFT.")
+    adapters.add_argument(
+        "--size", default="1280M", help="bytes of the base; bars are meant from 1280M on (default: 1280M)"
+    )
+    adapters.add_argument(
+        "--work", metavar="DIR", help="folder for the inputs (default: here), 2 times --size free"
+    )
+    adapters.add_argument("--keep", action="store_true", help="leave the inputs there, to be used again")
+    adapters.add_argument(
+        "--only",
+        metavar="WORK",
+        action="append",
+        help="load, look, held, crowd, cycle, decode or mix; may be repeated",
+    )
+    for parser in (cold, loader, transfer, adapters):
         parser.add_argument(
             "--runs", type=int, default=3, help="runs of each way, interleaved (default: %(default)s)"
         )

@@ -4,6 +4,7 @@ import argparse
 import time
 from pathlib import Path
 
+from loadstone.bench.adapters import adapters as measure_adapters
 from loadstone.bench.cold_start import cold_start as measure_cold_start
 from loadstone.bench.loader import loader as measure_loader
 from loadstone.bench.runner import show, write
@@ -46,6 +47,19 @@ def transfer(args: argparse.Namespace) -> int:
         runs=args.runs,
         work=Path(args.work or "."),
         peers=not args.no_peers,
+        only=args.only,
+        settings=settings_of(args),
+    )
+    return _finish(report, args)
+
+
+def adapters(args: argparse.Namespace) -> int:
+    """Measure adapters over one base, beside PEFT."""
+    report = measure_adapters(
+        size=parse_size(args.size),
+        runs=args.runs,
+        work=Path(args.work or "."),
+        keep=args.keep,
         only=args.only,
         settings=settings_of(args),
     )
