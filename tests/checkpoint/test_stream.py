@@ -133,6 +133,9 @@ class LateSource:
         self.prefetches.append(LatePrefetch(spans, self._arrivals))
         return self.prefetches[-1]
 
+    def settle(self, timeout: float | None = None) -> bool:
+        return self._real.settle(timeout)
+
     def close(self) -> None:
         self._real.close()
 
