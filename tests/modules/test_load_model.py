@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.utils import logging
 
 import loadstone
 from loadstone.errors import BindError, FormatError, LoadstoneError, NotFoundError
+from loadstone.fileserver import FileServer, Hook
 from loadstone.loader import direct
 from loadstone.loader.checkpoint import open_checkpoint
 from loadstone.loader.models import checkpoint_of, load_model
@@ -306,6 +308,42 @@ def test_families_taken_the_short_way_need_no_conversion() -> None:
         for found in classes:
             for name in [found] if isinstance(found, str) else found:
                 assert rules(name) is None
+
+
+class HeldTails(Hook):
+    """Sends headers at once, and the rest of each weight file only when told to."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.held = threading.Event()
+
+    def sending(self, path: str, offset: int, nbytes: int) -> None:
+        if path.endswith(".safetensors") and offset + nbytes > 64 * 1024:
+            self.held.set()
+            assert self.released.wait(60)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_model_from_a_server_is_there_before_its_bytes(saved: Saved, name: str, tmp_path: Path) -> None:
+    hook, tiny, results = HeldTails(), TINY[name], []
+    with FileServer(saved(name), hook=hook) as server:
+        try:
+            model = load_model(server.url, cache=tmp_path / "cache")
+            assert list(pending_tensors(model))
+            reader = threading.Thread(target=lambda: results.append(tiny.run(model)))
+            reader.start()
+            assert hook.held.wait(30)
+            reader.join(0.1)
+            assert reader.is_alive()
+            assert not results
+        finally:
+            hook.released.set()
+        reader.join(60)
+        assert torch.equal(results[0], tiny.run(usual(saved(name), tiny.model)))
+        assert not list(pending_tensors(model))
+        checkpoint = checkpoint_of(model)
+        assert checkpoint is not None
+        checkpoint.close()
 
 
 def test_the_public_name_is_the_same_function_and_imports_little() -> None:
