@@ -71,29 +71,33 @@ def first_request(
     times : int
         How often.
     """
-    connected, requested = [], []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(_SPEAK_SECONDS)
-        environment = dict(env(f"http://127.0.0.1:{server.getsockname()[1]}"))
-        for _ in range(times):
-            began = time.monotonic()
-            with subprocess.Popen(
-                list(argv), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            ) as child:
-                try:
-                    peer, _ = server.accept()
-                    connected.append(time.monotonic() - began)
-                    with peer:
-                        peer.settimeout(_SPEAK_SECONDS)
-                        if not peer.recv(1):
-                            raise BenchError(f"{' '.join(argv)} connected and sent nothing")
-                        requested.append(time.monotonic() - began)
-                except TimeoutError:
-                    raise BenchError(f"{' '.join(argv)} sent no request in {_SPEAK_SECONDS:g} s") from None
-                finally:
-                    child.kill()
+    seen = [_first_request(argv, env) for _ in range(times)]
+    connected, requested = ([moment[which] for moment in seen] for which in (0, 1))
     return {
         "connected_seconds": median(connected),
         "first_request_seconds": median(requested),
         "slowest_request_seconds": max(requested),
     }
+
+
+def _first_request(argv: Sequence[str], env: Callable[[str], Mapping[str, str]]) -> tuple[float, float]:
+    """Return when ``argv`` connected and when its request came, from just before its start."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(_SPEAK_SECONDS)
+        environment = dict(env(f"http://127.0.0.1:{server.getsockname()[1]}"))
+        began = time.monotonic()
+        with subprocess.Popen(
+            list(argv), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as child:
+            try:
+                peer, _ = server.accept()
+                connected = time.monotonic() - began
+                with peer:
+                    peer.settimeout(_SPEAK_SECONDS)
+                    if not peer.recv(1):
+                        raise BenchError(f"{' '.join(argv)} connected and sent nothing")
+                    return connected, time.monotonic() - began
+            except TimeoutError:
+                raise BenchError(f"{' '.join(argv)} sent no request in {_SPEAK_SECONDS:g} s") from None
+            finally:
+                child.kill()
