@@ -7,13 +7,16 @@ is written to a temporary folder first and renamed when complete: an interrupted
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
 
 from loadstone.demo.corpus import STYLES, lines
 
@@ -40,15 +43,35 @@ def make(folder: Path, report: Report) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
-        tokenizer = _make_tokenizer()
-        model = _train_base(tokenizer, report)
-        model.save_pretrained(scratch / "base", max_shard_size=SHARD_BYTES)
-        tokenizer.save_pretrained(str(scratch / "base"))
-        for style in STYLES:
-            _train_adapter(scratch, style, tokenizer, report)
+        with _quiet():
+            _fill(scratch, report)
         scratch.rename(folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _fill(folder: Path, report: Report) -> None:
+    tokenizer = _make_tokenizer()
+    model = _train_base(tokenizer, report)
+    model.save_pretrained(folder / "base", max_shard_size=SHARD_BYTES)
+    tokenizer.save_pretrained(str(folder / "base"))
+    for style in STYLES:
+        _train_adapter(folder, style, tokenizer, report)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' bars, and what it tells PEFT's authors to change, out of the demo's display."""
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it gives no types
+    try:
+        with warnings.catch_warnings():
+            for module in ("transformers", "peft"):
+                warnings.filterwarnings("ignore", category=FutureWarning, module=rf"{module}\b")
+            yield
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _make_tokenizer() -> PreTrainedTokenizerFast:
