@@ -170,7 +170,13 @@ def _add_service(commands: "_Commands[argparse.ArgumentParser]") -> None:
     load = _command(actions, "load", "adapters:load", "Load an adapter into a running service.")
     load.add_argument("name", metavar="NAME", help="what requests will call it")
     load.add_argument(
-        "path", metavar="PATH", nargs="?", help="where it is, inside one of the service's roots"
+        "path",
+        metavar="PATH",
+        nargs="?",
+        help="where it is, inside one of the service's roots (default: NAME)",
+    )
+    load.add_argument(
+        "--replace", action="store_true", help="put it in place of what is loaded as NAME (load_inplace)"
     )
     unload = _command(actions, "unload", "adapters:unload", "Unload an adapter from a running service.")
     unload.add_argument("name", metavar="NAME")

@@ -3,6 +3,7 @@
 import argparse
 import http.client
 import json
+import sys
 import urllib.error
 import urllib.request
 from typing import Any
@@ -56,7 +57,7 @@ def _decode(body: bytes) -> Any:
 
 def load(args: argparse.Namespace) -> int:
     """Load an adapter into a running service."""
-    body = {"lora_name": args.name, "lora_path": args.path or args.name}
+    body = {"lora_name": args.name, "lora_path": args.path or args.name, "load_inplace": args.replace}
     _say(args, call(f"{args.url}/v1/load_lora_adapter", body))
     return 0
 
@@ -71,6 +72,8 @@ def _say(args: argparse.Namespace, answer: Any) -> None:
     if args.json or not isinstance(answer, dict):
         print_json(answer) if args.json else print(answer)
         return
+    for warning in answer.get("warnings", ()):
+        print(f"warning: {warning}", file=sys.stderr)
     print(answer.get("message", answer))
 
 
