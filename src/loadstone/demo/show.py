@@ -76,7 +76,10 @@ def _training_lines(what: str, step: int, steps: int) -> None:
 
 @contextmanager
 def arrival_bar() -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Show the base model's bytes as they arrive at the service; nothing where there is no terminal."""
+    """Show the base model's bytes as they arrive at the service; nothing where there is no terminal.
+
+    The bar begins with the first news of the service, which has said by then where it listens.
+    """
     if not sys.stderr.isatty():
         yield lambda _ready: None
         return
@@ -86,14 +89,18 @@ def arrival_bar() -> Iterator[Callable[[Mapping[str, Any]], None]]:
         DownloadColumn(binary_units=True),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("base model", total=None)
+    bars = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bars.add_task("base model", total=None)
 
-        def update(state: Mapping[str, Any]) -> None:
-            arrived = state.get("bytes") or {}
-            bars.update(task, completed=arrived.get("ready", 0), total=arrived.get("total"))
+    def update(state: Mapping[str, Any]) -> None:
+        arrived = state.get("bytes") or {}
+        bars.update(task, completed=arrived.get("ready", 0), total=arrived.get("total"))
+        bars.start()  # does nothing when it has begun
 
+    try:
         yield update
+    finally:
+        bars.stop()
 
 
 def answers(prompt: str, told: Mapping[str, str]) -> Table:
