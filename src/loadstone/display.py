@@ -7,7 +7,7 @@ go to standard output. rich is imported when the first bar is drawn, after the f
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from loadstone.loader.source import Prefetch, Progress
@@ -39,6 +39,20 @@ def human_seconds(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun: ``1 object``, ``3 objects``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def print_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print aligned columns to standard output, never shortened: names are there to be copied."""
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        print("  ".join(cells).rstrip())
 
 
 def follow(
@@ -122,20 +136,21 @@ def describe(progress: Progress) -> str:
 
 def _follow_bar(prefetch: Prefetch, label: str, enough: Callable[[], bool] | None) -> None:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        TextColumn("{task.fields[rate]}", style="progress.data.speed"),
         TimeRemainingColumn(),
     )
     with Bars(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task(label, total=prefetch.progress().total)
+        task = bars.add_task(label, total=prefetch.progress().total, rate="")
         ended = False
         while not ended:
             ended = _ended(prefetch, enough)
             progress = prefetch.progress()
-            bars.update(task, completed=progress.ready, total=progress.total)
+            rate = f"{human_bytes(progress.moved / progress.seconds)}/s" if progress.seconds > 0 else ""
+            bars.update(task, completed=progress.ready, total=progress.total, rate=rate)

@@ -83,6 +83,84 @@ def test_wrong_usage_is_exit_status_2(capsys: pytest.CaptureFixture[str]) -> Non
     assert "LOCATION" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "prog", "said"),
+    [
+        (["inspect", "x", "--jsn"], "loadstone inspect", "--jsn"),
+        (["run", "x", "ls", "-l"], "loadstone run", "write -- before the command"),
+        (["inspect", "x", "--", "ls"], "loadstone inspect", "takes words after --"),
+    ],
+)
+def test_wrong_usage_is_told_by_the_command_that_was_meant(
+    words: list[str], prog: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    err = capsys.readouterr().err
+    assert f"usage: {prog}" in err
+    assert said in err
+
+
+def test_names_are_never_shortened(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    assert main(["inspect", str(checkpoint), "--tensors", "model.layers.*"]) == 0
+    with loadstone.open(checkpoint) as ckpt:
+        names = ckpt.match("model.layers.*")
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown[-len(names) :]] == names
+    cache = ["--cache", str(tmp_path / "cache")]
+    with FileServer(checkpoint) as server:
+        assert main(["prefetch", server.url, *cache]) == 0
+        capsys.readouterr()
+        assert main(["cache", "list", *cache]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        objects = [line.split()[-1] for line in lines[1:-1]]
+        assert f"{server.url.rstrip('/')}/model-00001-of-00002.safetensors" in objects
+
+
+def test_a_local_checkpoint_is_here_already(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(checkpoint), "--json"]) == 0
+    state = json.loads(capsys.readouterr().out)
+    assert state["complete"]
+    assert state["bytes_ready"] == state["bytes_total"] > 0
+    assert main(["status", str(checkpoint)]) == 0
+    assert "it needs no cache" in capsys.readouterr().out
+    assert main(["status", str(checkpoint / "missing")]) == 1
+
+
+def test_verify_says_what_it_could_not_check(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(checkpoint)]) == 0
+    told = capsys.readouterr()
+    assert told.out.count("not checked") == 2
+    assert told.err.startswith("warning: 2 of 2 files have no published digest")
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("LOADSTONE_RETRY_SECONDS=soon", "is not a number"),
+        ("LOADSTONE_CACHE_BYTES=2Q", "is not a number or a size"),
+        ("LOADSTONE_VERIFY=perhaps", "is not a switch"),
+    ],
+)
+def test_a_wrong_setting_is_named(
+    setting: str,
+    said: str,
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variable, text = setting.split("=")
+    monkeypatch.setenv(variable, text)
+    assert main(["inspect", str(checkpoint)]) == 1
+    err = capsys.readouterr().err
+    assert f"{variable}='{text}' {said}" in err
+    assert err.count("\n") == 1
+
+
 def test_prefetch_then_list_status_trim(
     tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,7 +183,7 @@ def test_prefetch_then_list_status_trim(
     assert all(entry["stored"] == entry["size"] for entry in shards)
     assert main(["cache", "trim", "0", *cache]) == 0
     assert main(["cache", "list", *cache, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.split("objects", 1)[-1].split("\n", 1)[1])["entries"] == []
+    assert json.loads(capsys.readouterr().out.split("object", 1)[-1].split("\n", 1)[1])["entries"] == []
 
 
 def test_prefetch_json_ends_with_a_done_event(

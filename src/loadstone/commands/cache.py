@@ -3,11 +3,8 @@
 import argparse
 import time
 
-from rich.console import Console
-from rich.table import Table
-
-from loadstone.commands.common import print_json, settings_of
-from loadstone.display import human_bytes, human_seconds
+from loadstone.commands.common import open_checkpoint, print_json, settings_of
+from loadstone.display import counted, human_bytes, human_seconds, print_columns
 from loadstone.errors import CacheError, NotFoundError
 from loadstone.loader.cache import CacheEntry, NodeCache, Removal
 from loadstone.loader.locations import parse_location
@@ -21,20 +18,23 @@ def list_entries(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"folder": str(cache.folder), "entries": [_as_json(entry) for entry in entries]})
         return 0
-    table = Table("id", "object", "size", "here", "last use", "in use by", box=None, pad_edge=False)
-    for entry in entries:
-        table.add_row(
-            entry.key[:12],
-            entry.location,
-            human_bytes(entry.size),
-            _share(entry),
-            f"{human_seconds(max(time.time() - entry.last_use, 0))} ago",
-            ", ".join(map(str, entry.pids)) or "-",
-        )
-    Console(soft_wrap=True).print(table)
+    if entries:
+        # The column that may be long comes last, so that the others stay in line when a terminal wraps it.
+        print_columns(("id", "size", "here", "last use", "in use by", "object"), [_row(e) for e in entries])
     taken = sum(entry.allocated for entry in entries)
-    print(f"{len(entries)} objects, {human_bytes(taken)} in {cache.folder}")
+    print(f"{counted(len(entries), 'object')}, {human_bytes(taken)} in {cache.folder}")
     return 0
+
+
+def _row(entry: CacheEntry) -> tuple[str, ...]:
+    return (
+        entry.key[:12],
+        human_bytes(entry.size),
+        _share(entry),
+        f"{human_seconds(max(time.time() - entry.last_use, 0))} ago",
+        ", ".join(map(str, entry.pids)) or "-",
+        entry.location,
+    )
 
 
 def trim(args: argparse.Namespace) -> int:
@@ -52,8 +52,11 @@ def remove(args: argparse.Namespace) -> int:
 
 def status(args: argparse.Namespace) -> int:
     """Show how much of a location is here; the exit status is 1 until all that was begun has arrived."""
+    location = parse_location(args.location)
+    if location.is_local:
+        return _local_status(args)
     cache = _cache(settings_of(args))
-    name = parse_location(args.location).text.rstrip("/")
+    name = location.text.rstrip("/")
     entries = [e for e in cache.entries() if e.location == name or e.location.startswith(f"{name}/")]
     ready, total = sum(e.stored for e in entries), sum(e.size for e in entries)
     if args.json:
@@ -68,10 +71,30 @@ def status(args: argparse.Namespace) -> int:
         )
     elif entries:
         share = int(100 * ready / total) if total else 100
-        print(f"{name}: {human_bytes(ready)} of {human_bytes(total)} ({share}%) in {len(entries)} objects")
+        count = counted(len(entries), "object")
+        print(f"{name}: {human_bytes(ready)} of {human_bytes(total)} ({share}%) in {count}")
     else:
         print(f"{name}: nothing of it is here yet")
     return 0 if entries and ready == total else 1
+
+
+def _local_status(args: argparse.Namespace) -> int:
+    with open_checkpoint(args) as checkpoint:
+        name, nbytes = checkpoint.name, checkpoint.nbytes
+        files = {checkpoint.info(tensor).file for tensor in checkpoint}
+    if args.json:
+        print_json(
+            {
+                "location": name,
+                "objects": len(files),
+                "bytes_ready": nbytes,
+                "bytes_total": nbytes,
+                "complete": True,
+            }
+        )
+    else:
+        print(f"{name}: {human_bytes(nbytes)}, on this machine already; it needs no cache")
+    return 0
 
 
 def _cache(settings: Settings) -> NodeCache:
@@ -110,7 +133,7 @@ def _report(removal: Removal, args: argparse.Namespace) -> int:
         )
         return 0
     freed = sum(entry.allocated for entry in removal.removed)
-    print(f"removed {len(removal.removed)} objects, {human_bytes(freed)}")
+    print(f"removed {counted(len(removal.removed), 'object')}, {human_bytes(freed)}")
     for entry in removal.in_use:
         print(f"kept {entry.location}: in use by {', '.join(map(str, entry.pids)) or 'a process'}")
     return 0

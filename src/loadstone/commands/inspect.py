@@ -1,16 +1,15 @@
 """``loadstone inspect`` and ``loadstone verify``."""
 
 import argparse
+import sys
 from collections import Counter
 from dataclasses import asdict
 
-from rich.console import Console
-from rich.table import Table
-
 from loadstone.commands.common import open_checkpoint, print_json
-from loadstone.display import human_bytes
+from loadstone.display import human_bytes, print_columns
 from loadstone.loader.checkpoint import Checkpoint
 from loadstone.loader.header import TensorInfo
+from loadstone.loader.manifest import MANIFEST
 
 
 def inspect(args: argparse.Namespace) -> int:
@@ -72,11 +71,11 @@ def _print_summary(checkpoint: Checkpoint, infos: list[TensorInfo]) -> None:
 
 
 def _print_tensors(infos: list[TensorInfo]) -> None:
-    table = Table("tensor", "dtype", "shape", "bytes", "file", box=None, pad_edge=False)
+    rows = []
     for info in infos:
         shape = " x ".join(map(str, info.shape)) or "scalar"
-        table.add_row(info.name, info.dtype, shape, human_bytes(info.nbytes), info.file)
-    Console().print(table)
+        rows.append((info.name, info.dtype, shape, human_bytes(info.nbytes), info.file))
+    print_columns(("tensor", "dtype", "shape", "bytes", "file"), rows)
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -88,8 +87,11 @@ def verify(args: argparse.Namespace) -> int:
             print_json({"location": checkpoint.name, "files": files})
             return 0
         for file in report.files:
-            verdict = (
-                f"matches the digest in {file.published}" if file.published else "nobody published a digest"
-            )
+            verdict = f"matches the digest in {file.published}" if file.published else "not checked"
             print(f"{file.name}: {human_bytes(file.size)}, {verdict}")
+        if report.unknown:
+            what = f"{len(report.unknown)} of {len(report.files)} files have no published digest"
+            print(
+                f"warning: {what}; write {MANIFEST} beside them, or keep them in an HF cache", file=sys.stderr
+            )
     return 0
