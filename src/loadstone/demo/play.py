@@ -42,7 +42,7 @@ def play(
         )
         _make(model)
     with open_store(model, store_url, endpoint_url) as store:
-        out.print(f"Base and adapters are in {store.root}; starting `loadstone serve` on them, cache empty …")
+        out.print(f"Base and adapters are in {store.root}; starting `loadstone serve`, cache empty …")
         with running(store, port, settings) as (url, alive):
             with show.arrival_bar() as update:
                 wait_ready(url, alive, update)
@@ -54,7 +54,9 @@ def play(
             out.print(show.timeline(state["events"]))
             out.print(show.costs(loaded, state["bytes"]["total"]))
             if not once:
-                out.print(show.try_it(url, next(iter(STYLES)), f"{store.adapters}/{next(iter(STYLES))}"))
+                style = next(iter(STYLES))
+                # Not by the console: it would wrap and colour what is there to be pasted.
+                print(show.try_it(url, style, f"{store.adapters}/{style}"), flush=True)
                 _serve_on(alive)
 
 

@@ -139,14 +139,21 @@ def costs(loaded: Sequence[Loaded], base_bytes: int) -> Table:
 
 
 def try_it(url: str, adapter: str, location: str) -> str:
-    """Return the lines that a reader can paste into another terminal."""
+    """Return the lines that a reader can paste into another terminal; print them unwrapped."""
+    as_json = "-H 'Content-Type: application/json'"
     prompt = "Q: What is the capital of Japan?\\nA:"
     return f"""try it from another terminal (Ctrl-C here stops the service):
 
   curl {url}/v1/models
-  curl {url}/v1/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{adapter}", "prompt": "{prompt}", "max_tokens": 24, "temperature": 0}}'
-  curl {url}/v1/unload_lora_adapter -H 'Content-Type: application/json' -d '{{"lora_name": "{adapter}"}}'
-  curl {url}/v1/load_lora_adapter -H 'Content-Type: application/json' \\
-    -d '{{"lora_name": "{adapter}", "lora_path": "{location}"}}'
+  curl {url}/v1/completions \\
+    {as_json} \\
+    -d '{{"model": "{adapter}", "max_tokens": 24, "temperature": 0,
+         "prompt": "{prompt}"}}'
+  curl {url}/v1/unload_lora_adapter \\
+    {as_json} \\
+    -d '{{"lora_name": "{adapter}"}}'
+  curl {url}/v1/load_lora_adapter \\
+    {as_json} \\
+    -d '{{"lora_name": "{adapter}",
+         "lora_path": "{location}"}}'
 """
