@@ -21,10 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     words, command = _split_command(words)
     parser = build_parser()
-    args = parser.parse_args(words)
+    args, unknown = parser.parse_known_args(words)
     args.command = command
-    if command and args.target != "loadstone.commands.run:run":
-        parser.error("only `loadstone run LOCATION -- CMD…` takes words after --")
+    running = args.target == "loadstone.commands.run:run"
+    if unknown:
+        hint = "; write -- before the command" if running and not command else ""
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if command and not running:
+        args.parser.error("only `loadstone run LOCATION -- CMD…` takes words after --")
     warnings.showwarning = _show_warning
     module, function = args.target.split(":")
     try:
@@ -72,7 +76,7 @@ def _command(
     commands: "_Commands[argparse.ArgumentParser]", name: str, target: str, text: str
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
-    parser.set_defaults(target=f"loadstone.commands.{target}")
+    parser.set_defaults(target=f"loadstone.commands.{target}", parser=parser)
     return parser
 
 

@@ -136,6 +136,13 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
 
 
+_EXPECTED = {
+    bool: f"a switch; write one of {', '.join(_BOOLS)}",
+    int: "a number or a size; write digits, or a number with K, M, G or T",
+    float: "a number; write digits, such as 10 or 2.5",
+}
+
+
 def _parse(variable: str, text: str, kind: type) -> object:
     try:
         if kind is bool:
@@ -144,4 +151,4 @@ def _parse(variable: str, text: str, kind: type) -> object:
             return parse_size(text)
         return kind(text)
     except (KeyError, ValueError):
-        raise SettingsError(f"{variable}={text!r} cannot be understood as {kind.__name__}") from None
+        raise SettingsError(f"{variable}={text!r} is not {_EXPECTED[kind]}") from None

@@ -40,12 +40,20 @@ def call(url: str, body: dict[str, object] | None = None) -> Any:
     except urllib.error.HTTPError as error:
         with error:
             answer = _decode(error.read())
-        text = answer["error"]["message"] if isinstance(answer, dict) and "error" in answer else str(answer)
+        if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
+            raise RequestError(str(answer["error"].get("message")), answer["error"].get("param")) from None
+        text = f"{url} answered {error.code}, and not as `loadstone serve` does; check the URL"
         raise RequestError(text) from None
     except (OSError, http.client.HTTPException) as error:
         raise TransferError(
-            f"no service answers at {url}: {error}; is `loadstone serve` running there?"
+            f"no service answers at {url}: {_reason(error)}; is `loadstone serve` running there?"
         ) from None
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong in plain words, without urllib's and errno's wrapping."""
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    return (cause.strerror if isinstance(cause, OSError) else None) or str(cause) or type(cause).__name__
 
 
 def _decode(body: bytes) -> Any:
@@ -58,7 +66,13 @@ def _decode(body: bytes) -> Any:
 def load(args: argparse.Namespace) -> int:
     """Load an adapter into a running service."""
     body = {"lora_name": args.name, "lora_path": args.path or args.name, "load_inplace": args.replace}
-    _say(args, call(f"{args.url}/v1/load_lora_adapter", body))
+    try:
+        answer = call(f"{args.url}/v1/load_lora_adapter", body)
+    except RequestError as error:
+        if error.param == "load_inplace":
+            raise RequestError(f"{error} (here: --replace)", error.param) from None
+        raise
+    _say(args, answer)
     return 0
 
 
