@@ -4,6 +4,7 @@ Every field has an environment variable, its name in upper case after ``LOADSTON
 ``LOADSTONE_CACHE_DIR``. Sizes may be written ``512M`` or ``20GiB`` (binary multiples).
 """
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -81,13 +82,13 @@ class Settings:
         if self.request_bytes < 64 * 1024 or self.request_bytes % (64 * 1024):
             raise SettingsError(f"request_bytes is {self.request_bytes}; use a multiple of 64 KiB")
         for name in ("connect_timeout", "stall_timeout"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:  # neither is true of "nan"
                 raise SettingsError(f"{name} is {getattr(self, name)}; use more than 0 seconds")
         for name in (
             *("cache_bytes", "bandwidth", "retry_seconds", "adapter_bytes"),
             *("max_context", "max_output_tokens", "max_waiting", "drain_seconds"),
         ):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise SettingsError(f"{name} is {getattr(self, name)}; use 0 or more")
         for name in ("max_body_bytes", "max_running"):
             if getattr(self, name) < 1:
@@ -123,9 +124,8 @@ class Settings:
         if self.cache_dir.lower() == "none":
             return None
         if self.cache_dir:
-            return Path(self.cache_dir).expanduser()
-        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return Path(home).expanduser() / "loadstone"
+            return _expanded(self.cache_dir)
+        return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "loadstone"
 
 
 def parse_size(text: str) -> int:
@@ -133,7 +133,19 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise SettingsError(f"{text!r} is not a size; write bytes, or a number with K, M, G or T")
-    return int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
+    try:
+        return int(float(match[1]) * 1024 ** _POWERS[match[2].upper()])
+    except OverflowError:
+        raise SettingsError(f"{text[:40]!r}… is more bytes than there can be; use less") from None
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise SettingsError(
+            f"the cache folder {path} begins with ~ but that user has no home folder; set LOADSTONE_CACHE_DIR"
+        ) from None
 
 
 _EXPECTED = {
