@@ -47,12 +47,19 @@ def counted(count: int, noun: str) -> str:
 
 
 def print_columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns to standard output, never shortened: names are there to be copied."""
-    lines = [header, *rows]
+    """Print aligned columns to standard output, never shortened: names are there to be copied.
+
+    Characters that would steer the terminal are shown as their escapes.
+    """
+    lines = [[_shown(cell) for cell in line] for line in (header, *rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
         print("  ".join(cells).rstrip())
+
+
+def _shown(text: str) -> str:
+    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
 
 
 def follow(
@@ -136,6 +143,7 @@ def describe(progress: Progress) -> str:
 
 def _follow_bar(prefetch: Prefetch, label: str, enough: Callable[[], bool] | None) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
@@ -147,7 +155,7 @@ def _follow_bar(prefetch: Prefetch, label: str, enough: Callable[[], bool] | Non
         TimeRemainingColumn(),
     )
     with Bars(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task(label, total=prefetch.progress().total, rate="")
+        task = bars.add_task(escape(label), total=prefetch.progress().total, rate="")
         ended = False
         while not ended:
             ended = _ended(prefetch, enough)

@@ -78,6 +78,21 @@ def test_a_command_that_does_not_exist_is_one_line(checkpoint: Path, tmp_path: P
     )
 
 
+@pytest.mark.parametrize("command", ["not-a-program", "not-a-program/below"])
+def test_a_command_that_cannot_be_executed_is_one_line(
+    checkpoint: Path, tmp_path: Path, command: str
+) -> None:
+    program = tmp_path / "not-a-program"
+    program.write_bytes(b"\0neither a binary nor a script")
+    program.chmod(0o755)
+    child = _run(str(checkpoint), tmp_path / "c", str(tmp_path / command))
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert err.startswith("error: ")
+    assert "cannot be executed" in err
+    assert err.count("\n") == 1
+
+
 def test_nothing_after_the_dashes_is_said(checkpoint: Path, tmp_path: Path) -> None:
     child = _run(str(checkpoint), tmp_path / "c")
     _, err = child.communicate(timeout=60)
@@ -96,7 +111,11 @@ def test_without_a_cache_folder_the_command_inherits_the_memory(checkpoint: Path
     with FileServer(checkpoint, hook=(link := Link())) as server:
         argv = [sys.executable, "-m", "loadstone", "run", server.url, "--cache", "none", "--"]
         done = subprocess.run(
-            [*argv, sys.executable, "-c", code, server.url], capture_output=True, text=True, timeout=60, check=False
+            [*argv, sys.executable, "-c", code, server.url],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert int(done.stdout) > 0

@@ -1,6 +1,7 @@
 """``loadstone cache …`` and ``loadstone status``: what the node cache holds."""
 
 import argparse
+import re
 import time
 
 from loadstone.commands.common import open_checkpoint, print_json, settings_of
@@ -9,6 +10,8 @@ from loadstone.errors import CacheError, NotFoundError
 from loadstone.loader.cache import CacheEntry, NodeCache, Removal
 from loadstone.loader.locations import parse_location
 from loadstone.settings import Settings, parse_size
+
+_ID = re.compile(r"[0-9a-f]{8,64}")
 
 
 def list_entries(args: argparse.Namespace) -> int:
@@ -44,9 +47,10 @@ def trim(args: argparse.Namespace) -> int:
 
 def remove(args: argparse.Namespace) -> int:
     """Remove the objects of one location, or one object by its id."""
-    removal = _cache(settings_of(args)).remove(args.location)
+    which = args.location if _ID.fullmatch(args.location) else parse_location(args.location).text
+    removal = _cache(settings_of(args)).remove(which)
     if not removal.removed and not removal.in_use:
-        raise NotFoundError(f"nothing of {args.location} is cached; `loadstone cache list` shows what is")
+        raise NotFoundError(f"nothing of {which} is cached; `loadstone cache list` shows what is")
     return _report(removal, args)
 
 

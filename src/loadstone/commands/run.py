@@ -64,6 +64,10 @@ def _start(
         ) from None
     except PermissionError:
         raise RequestError(f"{command[0]!r} cannot be executed; check its permissions") from None
+    except OSError as error:
+        raise RequestError(
+            f"{command[0]!r} cannot be executed: {error.strerror}; check the command"
+        ) from None
     signals.forward_to(child)
     return child
 
