@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote, urlsplit
 from loadstone.errors import LocationError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udc7f\udd00-\udfff]")  # and what no file system can spell
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _PATH_SAFE = "/~!$&'()*+,;=:@-._"
 """Characters a URL path may hold as they are; the rest is percent-encoded."""
@@ -119,7 +119,7 @@ def parse_location(location: str | os.PathLike[str]) -> Location:
         raise LocationError("the location is empty; give a folder, a file or a URL")
     if _CONTROL.search(text):
         raise LocationError(
-            f"{redact(text)!r} holds control characters; a location is one line of plain text"
+            f"{redact(text)!r} holds characters that no path can; a location is one line of plain text"
         )
     match = _SCHEME.match(text)
     if match is None:

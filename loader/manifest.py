@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from loadstone.errors import FormatError, IntegrityError
+from loadstone.loader.locations import check_name
 
 MANIFEST = "loadstone.json"
 FORMAT = 1
@@ -66,6 +67,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
     ------
     FormatError
         It is not a manifest, or one of a newer format.
+    LocationError
+        It names a file outside its folder.
     """
     try:
         document = json.loads(data)
@@ -82,6 +85,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 
 
 def _record(name: str, value: object, where: str) -> FileRecord:
+    check_name(name, where)
     if isinstance(value, dict):
         size, digest = value.get("size"), value.get("sha256")
         if isinstance(size, int) and not isinstance(size, bool) and size >= 0:  # noqa: SIM102

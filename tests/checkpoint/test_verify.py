@@ -8,7 +8,7 @@ import pytest
 from tests.support.checkpoints import model_tensors, write_sharded
 
 import loadstone
-from loadstone.errors import FormatError, IntegrityError, LoadstoneError
+from loadstone.errors import FormatError, IntegrityError, LoadstoneError, LocationError
 from loadstone.loader.manifest import FileRecord, Manifest, parse_manifest
 from loadstone.settings import Settings
 
@@ -148,3 +148,15 @@ def test_manifest_round_trip() -> None:
     assert list(json.loads(manifest.to_json())["files"]) == ["a", "b"]
     extra = {**json.loads(manifest.to_json()), "made_by": "a publisher"}
     assert parse_manifest(json.dumps(extra).encode(), "here") == manifest
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "", "a\0b", "\ud800", "a/../../outside"])
+def test_a_manifest_reaches_nothing_outside_its_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "outside").write_text("private")
+    folder = write_sharded(tmp_path / "m", model_tensors())
+    (folder / "loadstone.json").write_text(
+        json.dumps({"format": 1, "files": {name: {"size": 7, "sha256": "0" * 64}}})
+    )
+    with pytest.raises(LocationError) as caught:
+        loadstone.open(folder, verify=True)
+    assert hashlib.sha256(b"private").hexdigest() not in str(caught.value)
