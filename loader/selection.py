@@ -4,9 +4,9 @@ import difflib
 import fnmatch
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
-from loadstone.errors import TensorNotFoundError
+from loadstone.errors import SettingsError, TensorNotFoundError
 from loadstone.loader.header import TensorInfo
 from loadstone.loader.order import fetch_order
 from loadstone.loader.ranges import ByteRange
@@ -50,7 +50,15 @@ def match(
 
 
 def in_order(infos: Sequence[TensorInfo], order: Order) -> list[str]:
-    """Return names by layer, or as they lie in the files."""
+    """Return names by layer, or as they lie in the files.
+
+    Raises
+    ------
+    SettingsError
+        There is no such order.
+    """
+    if order not in get_args(Order):
+        raise SettingsError(f"order {order!r} is not one that is known; use one of {get_args(Order)}")
     if order == "file":
         return [info.name for info in sorted(infos, key=lambda info: (info.file, info.offset, info.name))]
     return fetch_order(infos)

@@ -47,6 +47,8 @@ class TensorSlice:
         plan = slices.plan(self._shape, self._dtype.itemsize, index)
         offset = self._info.offset
         self._ensure([ByteRange(offset + part.start, offset + part.stop) for part in plan.ranges])
+        if self._info.nbytes == 0:  # torch looks at the numbers in a list only where there is memory
+            return self._index(torch.empty(self._shape, dtype=self._dtype), index)
         if not plan.ranges:
             return torch.empty(shape, dtype=self._dtype)
         if plan.exact and (self._copy or views.is_aligned(self._info)):

@@ -174,3 +174,13 @@ def test_rows_are_views_and_the_rest_is_compact() -> None:
         assert columns.untyped_storage().nbytes() == columns.nbytes
         with pytest.raises(LoadstoneError):
             ckpt.slice("nope")
+
+
+def test_numbers_in_a_list_do_not_make_elements_of_nothing(tmp_path: Path) -> None:
+    write_file(tmp_path / "x.safetensors", {"w": ("F32", (0,)), "v": ("F32", (2, 0))})
+    with loadstone.open(tmp_path / "x.safetensors") as ckpt:
+        for index in ([0], [0, -1], torch.tensor([0])):
+            with pytest.raises(SliceError):
+                ckpt.slice("w")[index]
+        assert ckpt.slice("w")[[]].shape == (0,)
+        assert ckpt.slice("v")[[1, 0, 1]].shape == (3, 0)

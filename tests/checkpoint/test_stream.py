@@ -9,7 +9,7 @@ import torch
 from tests.support.checkpoints import model_tensors, write_sharded
 
 import loadstone
-from loadstone.errors import LoadstoneError, StalledError, TensorNotFoundError, TransferError
+from loadstone.errors import LoadstoneError, SettingsError, StalledError, TensorNotFoundError, TransferError
 from loadstone.loader.checkpoint import Checkpoint
 from loadstone.loader.header import TensorInfo
 from loadstone.loader.local import LocalSource
@@ -301,3 +301,10 @@ def test_neighbours_are_asked_for_together() -> None:
         ("x", ByteRange(50, 60)),
         ("y", ByteRange(60, 70)),
     ]
+
+
+def test_an_order_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    ckpt = loadstone.open(write_sharded(tmp_path / "m", model_tensors()))
+    with pytest.raises(SettingsError, match="'random'"):
+        list(ckpt.stream(order="random"))  # type: ignore[arg-type]  # a caller's mistake
+    ckpt.close()
