@@ -111,7 +111,11 @@ class NodeCache:
         if self.folder is None:
             return self._in_arena(name, _key(identity, version), version.size)
         key = _key(identity, version)
-        if not self._leased.take(key, _EVICTION_SECONDS):
+        try:
+            taken = self._leased.take(key, _EVICTION_SECONDS)
+        except OSError as error:
+            return self._in_memory(name, version, str(error))
+        if not taken:
             return self._in_memory(name, version, "it is being evicted at the same time, again and again")
         folder = self.folder / "blobs" / key
         try:
@@ -175,9 +179,13 @@ class NodeCache:
         if self.folder is None:
             yield
             return
-        fd = open_own(self.folder / "opens", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        fd = -1
+        # Where the folder was removed or is full, nobody is waited for, and bytes go to memory by and by.
+        with suppress(OSError):
+            fd = open_own(self.folder / "opens", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
-            wait_for_turn(fd, int(hashlib.sha256(identity.encode()).hexdigest()[:15], 16), seconds)
+            if fd >= 0:
+                wait_for_turn(fd, int(hashlib.sha256(identity.encode()).hexdigest()[:15], 16), seconds)
             yield
         finally:
             close_own(fd)
@@ -196,7 +204,9 @@ class NodeCache:
         """Return every blob, in the order of their locations."""
         if self.folder is None:
             return []
-        folders = [path for path in (self.folder / "blobs").iterdir() if len(path.name) == _KEY_LENGTH]
+        folders: list[Path] = []
+        with suppress(FileNotFoundError):  # removed under this process
+            folders = [path for path in (self.folder / "blobs").iterdir() if len(path.name) == _KEY_LENGTH]
         found = [entry for folder in folders if (entry := describe(folder, self._leased)) is not None]
         return sorted(found, key=lambda entry: (entry.location, entry.key))
 

@@ -204,6 +204,10 @@ def connect(origin: Origin, settings: Settings, context: ssl.SSLContext | None) 
     link.extra = headers if link.absolute else {}
     try:
         connection.connect()
+    except UnicodeError:
+        raise TransferError(
+            f"{via.host[:80]!r} cannot be the name of a host; check the URL's spelling"
+        ) from None
     except (OSError, http.client.HTTPException) as error:
         connection.close()
         raise _connect_error(error, via, bool(proxy), settings.connect_timeout) from None

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from loadstone.loader.forks import renew_in_child
@@ -97,8 +97,9 @@ class Leases:
             close_own(fd)
 
     def begin_demand(self) -> None:
-        """Tell other processes that a thread of this one is blocked on bytes."""
-        self._share(_DEMAND, 0)
+        """Tell other processes that a thread of this one is blocked on bytes, if the file is still there."""
+        with suppress(OSError):
+            self._share(_DEMAND, 0)
 
     def end_demand(self) -> None:
         """Undo one `begin_demand`."""
@@ -106,9 +107,10 @@ class Leases:
 
     def foreign_demand(self) -> bool:
         """Say whether a thread of another process is blocked on bytes."""
-        with self._lock:
+        with self._lock, suppress(OSError):
             self._settle()
             return conflict(self._description(), _DEMAND, _SPAN) is not None
+        return False  # the file is gone, and the others with it
 
     def _description(self) -> int:
         if not self._own:
@@ -147,8 +149,8 @@ class Leases:
             left = self._counts.pop(base, 0) - 1
             if left > 0:
                 self._counts[base] = left
-            elif left == 0:
-                unlock(self._description(), base + os.getpid(), 1)
+            elif left == 0 and self._own:
+                unlock(self._own[0], base + os.getpid(), 1)
 
     def reset_in_child(self) -> None:
         """Forget the parent's description; the child's own leases follow on first use."""

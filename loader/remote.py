@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from loadstone.errors import ClosedError, LoadstoneError, TransferError
+from loadstone.errors import ClosedError, FormatError, LoadstoneError, TransferError
 from loadstone.loader import fetchers
 from loadstone.loader.blob import StoredBlob
 from loadstone.loader.cache import NodeCache
@@ -32,6 +32,7 @@ from loadstone.loader.whole import WholeBlob
 from loadstone.settings import Settings
 
 _PROBES = 32
+_LARGEST = 1 << 44  # the map of blocks takes memory in proportion, on the word of the store alone
 
 
 class RemoteBlob:
@@ -266,6 +267,11 @@ class RemoteSource:
 
     def _admit(self, obj: RemoteObject, probe: Probe) -> RemoteBlob:
         version = probe.version
+        if version is not None and version.size > _LARGEST:
+            raise FormatError(
+                f"{obj.name} has {version.size} bytes, as the store says, where at most {_LARGEST} are "
+                "handled; check the server"
+            )
         if version is None:
             raise TransferError(f"{obj.name}: the store says it is unchanged, though nothing was known of it")
         if not version.pinned:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadstone.errors import LoadstoneError, LocationError
+from loadstone.errors import LoadstoneError, LocationError, TransferError
 from loadstone.loader.locations import parse_location, redact
-from loadstone.loader.stores import open_store
+from loadstone.loader.stores import OpenGate, open_store
 from loadstone.settings import Settings
 
 
@@ -58,6 +58,7 @@ def test_a_relative_path_is_made_absolute_and_links_are_kept(
         "",
         "   ",
         "a\0b",
+        "a\ud800b",
         "s3://bucket/a\nb",
         "s3://",
         "s3:///key",
@@ -158,3 +159,11 @@ def test_identities_differ_where_a_query_chooses_the_object_and_not_by_signature
 def test_a_local_folder_is_not_a_store() -> None:
     with pytest.raises(LoadstoneError, match="local"):
         open_store(parse_location("/data"), None, Settings())
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 80 + ".example"])
+def test_a_host_that_cannot_be_is_named(host: str) -> None:
+    store = open_store(parse_location(f"http://{host}/m"), None, Settings())
+    with pytest.raises(TransferError, match="cannot be the name of a host") as caught:
+        store.transport.probe(store.object("x"), 8, None, OpenGate())
+    assert "attempt" not in str(caught.value)
