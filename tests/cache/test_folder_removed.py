@@ -80,9 +80,10 @@ def test_a_lease_that_cannot_be_had_leaves_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [(1 << 44) + 1, 9 * 10**18])
 def test_a_size_beyond_belief_is_refused_before_memory_is_taken(tmp_path: Path, size: int) -> None:
     with FaultyServer({"/a": DATA}) as server:
-        headers = {"ETag": '"1"', "Content-Range": f"bytes 0-7/{size}"}
-        server.intercept = lambda _: (206, headers, DATA[:8])
+        headers = {"ETag": '"1"', "Content-Range": f"bytes 0-65535/{size}"}
+        server.intercept = lambda _: (206, headers, DATA[:65536])
         settings = Settings(cache_dir=str(tmp_path))
         source = open_remote(parse_location(server.url), None, settings, NodeCache(settings))
         assert isinstance(found := source.open(["a"])["a"], FormatError), found
+        assert str(size) in str(found)
         source.close()
