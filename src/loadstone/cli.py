@@ -99,6 +99,16 @@ def _json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
 
 
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port; use 0 to 65535")
+    return number
+
+
+_port.__name__ = "port"  # argparse says it when the text is no number
+
+
 def _add_fetching(commands: "_Commands[argparse.ArgumentParser]") -> None:
     inspect = _command(
         commands, "inspect", "inspect:inspect", "Show what a checkpoint holds; moves only its headers."
@@ -165,7 +175,9 @@ def _add_service(commands: "_Commands[argparse.ArgumentParser]") -> None:
         help="where adapters may come from; may be repeated",
     )
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    serve.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any (default: 8000)")
+    serve.add_argument(
+        "--port", type=_port, default=8000, help="port to listen on, 0 for any (default: 8000)"
+    )
     serve.add_argument("--name", help="the base model's name in the API (default: the location's last part)")
     adapters = commands.add_parser(
         "adapters", help="Load, unload or list a service's adapters; check one offline."
@@ -211,7 +223,7 @@ def _add_measuring(commands: "_Commands[argparse.ArgumentParser]") -> None:
         "--endpoint-url", metavar="URL", help="S3 endpoint, when it is not AWS (AWS_ENDPOINT_URL)"
     )
     demo.add_argument(
-        "--port", type=int, default=8000, help="port of the service, 0 for any (default: %(default)s)"
+        "--port", type=_port, default=8000, help="port of the service, 0 for any (default: %(default)s)"
     )
     demo.add_argument("--once", action="store_true", help="stop after the answers")
     demo.add_argument(

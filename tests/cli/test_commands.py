@@ -1,6 +1,7 @@
 """The commands as people and scripts meet them: output, JSON, one-line errors, exit statuses."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,8 @@ def test_wrong_usage_is_exit_status_2(capsys: pytest.CaptureFixture[str]) -> Non
         (["inspect", "x", "--jsn"], "loadstone inspect", "--jsn"),
         (["run", "x", "ls", "-l"], "loadstone run", "write -- before the command"),
         (["inspect", "x", "--", "ls"], "loadstone inspect", "takes words after --"),
+        (["serve", "x", "--port", "99999"], "loadstone serve", "99999 is not a port; use 0 to 65535"),
+        (["demo", "--port", "http"], "loadstone demo", "invalid port value: 'http'"),
     ],
 )
 def test_wrong_usage_is_told_by_the_command_that_was_meant(
@@ -159,6 +162,16 @@ def test_a_wrong_setting_is_named(
     err = capsys.readouterr().err
     assert f"{variable}='{text}' {said}" in err
     assert err.count("\n") == 1
+
+
+def test_the_demo_refuses_a_port_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["demo", "--once", "--port", port, "--work", str(tmp_path / "work")]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert f"cannot listen on 127.0.0.1:{port}" in told.err
+    assert not (tmp_path / "work").exists()
 
 
 def test_prefetch_then_list_status_trim(

@@ -7,7 +7,7 @@ from pathlib import Path
 from loadstone.commands.adapters import call
 from loadstone.demo import show
 from loadstone.demo.corpus import CAPITALS, STYLES, Fact, prompt
-from loadstone.demo.service import ask, running, wait_ready
+from loadstone.demo.service import ask, check_port, running, wait_ready
 from loadstone.demo.store import Store, open_store
 from loadstone.errors import MissingExtraError
 from loadstone.settings import Settings
@@ -34,6 +34,7 @@ def play(
     once : bool
         Return after the answers instead of serving on.
     """
+    check_port(port)
     out = show.console()
     model = work / "demo-model"
     if not model.is_dir():

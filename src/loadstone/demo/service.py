@@ -18,7 +18,7 @@ from typing import Any
 
 from loadstone.commands.adapters import call
 from loadstone.demo.store import Store
-from loadstone.errors import TransferError
+from loadstone.errors import SettingsError, TransferError
 from loadstone.settings import Settings
 
 READY_SECONDS = 300.0
@@ -48,6 +48,25 @@ def running(store: Store, port: int, settings: Settings) -> Iterator[tuple[str, 
                 service.wait()
 
 
+def check_port(port: int) -> None:
+    """Refuse a port that something listens on: what answers there would be taken for the demo's service.
+
+    Raises
+    ------
+    SettingsError
+        The port cannot be had.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            text = (
+                f"cannot listen on 127.0.0.1:{port} ({error.strerror}); choose another --port, or 0 for any"
+            )
+            raise SettingsError(text) from None
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -70,8 +89,7 @@ def wait_ready(url: str, alive: Callable[[], bool], show: Callable[[dict[str, An
             with urllib.request.urlopen(f"{url}/ready", timeout=10) as answer:  # noqa: S310  our own http:// URL
                 return dict(json.load(answer))
         except urllib.error.HTTPError as error:
-            with error:
-                body = json.loads(error.read() or b"{}")
+            body = _state(error, url)
             if body.get("state") == "failed":
                 raise TransferError(f"the service cannot start: {body.get('message', body)}") from None
             show(body)
@@ -79,6 +97,18 @@ def wait_ready(url: str, alive: Callable[[], bool], show: Callable[[dict[str, An
             pass  # it does not listen yet
         time.sleep(0.02)
     raise TransferError(f"the service at {url} was not ready within {READY_SECONDS:.0f} s")
+
+
+def _state(answer: urllib.error.HTTPError, url: str) -> dict[str, Any]:
+    """Return what ``/ready`` says while it does not say yes."""
+    with answer:
+        try:
+            return dict(json.loads(answer.read()))
+        except (TypeError, ValueError):
+            text = (
+                f"{url}/ready answered {answer.code}, not as the demo's service does; choose another --port"
+            )
+            raise TransferError(text) from None
 
 
 def ask(url: str, model: str, prompt: str) -> str:
