@@ -44,7 +44,12 @@ def _from_pretrained(inputs: Inputs) -> "Model":
 def _prepare() -> None:
     """Import what loading needs, so that only the loading is measured."""
     need("transformers.models.llama.modeling_llama", "transformers.initialization")
-    need(*(f"loadstone.loader.{name}" for name in ("checkpoint", "models", "deferred", "local", "residency")))
+    need(
+        *(
+            f"loadstone.loader.{name}"
+            for name in ("models", "architectures", "direct", "reading", "residency")
+        )
+    )
     (logging,) = need("transformers.utils.logging")
     logging.set_verbosity_error()
     logging.disable_progress_bar()

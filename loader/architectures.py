@@ -137,18 +137,24 @@ def compute_buffers(model: nn.Module) -> None:
     tensors: list[Any] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:
         tensor._is_hf_initialized = True
-    owners: dict[int, Any] = {}
-    for child in model.modules():
-        if isinstance(child, transformers.PreTrainedModel):
-            owners.update((id(part), child) for part in child.modules())  # the closest model comes last
-    affected: dict[int, nn.Module] = {}
+    affected: dict[str, nn.Module] = {}
     for name, child in list(unstored_meta_buffers(model)):
-        attribute = name.rpartition(".")[2]
+        path, _, attribute = name.rpartition(".")
         child._buffers[attribute] = torch.empty_like(child.get_buffer(attribute), device="cpu")
-        affected[id(child)] = child
+        affected[path] = child
     with torch.no_grad():
-        for key, child in affected.items():
-            owners[key]._init_weights(child)
+        for path, child in affected.items():
+            _owner(model, path)._init_weights(child)
+
+
+def _owner(model: nn.Module, path: str) -> Any:
+    """Return the closest transformers model that holds the module at ``path``, which may be that module."""
+    owner = child = model
+    for part in path.split(".") if path else ():
+        child = child.get_submodule(part)
+        if isinstance(child, transformers.PreTrainedModel):
+            owner = child
+    return owner
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ rules do not need it, provided that every name, shape and dtype in the checkpoin
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import conversion_mapping
 
@@ -91,16 +92,27 @@ def bound_model(
 
 
 class _OnlyShapes(TorchFunctionMode):
-    """Skips filling tensors that have no memory, which takes most of the time of building them."""
+    """Skips filling tensors that have no memory, which takes most of the time of building them.
 
-    _FILLS = frozenset({torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.fill_, torch.Tensor.zero_})
+    Each function of ``nn.init`` has to be stopped itself: what it calls is no longer seen here.
+    """
+
+    _FILLS = frozenset(
+        {
+            *(torch.Tensor.uniform_, torch.Tensor.normal_, torch.Tensor.fill_, torch.Tensor.zero_),
+            *(nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_),
+        }
+    )
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in self._FILLS and args[0].is_meta:
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in self._FILLS:
+            tensor: torch.Tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 def _dtype(config: Any, wanted: "torch.dtype | str") -> torch.dtype | None:

@@ -6,8 +6,9 @@ file systems, and where the first window turns out slow, windows are read by lar
 instead, which such file systems serve best. A prefetch stops at four fifths of the memory that is free for
 this process: more would only push out what it brought first. What it leaves stays readable, lazily.
 
-Ownership: a `Residency` owns its threads. They share a cursor into the list of windows under one lock; each
-window is worked on by one thread. A forked child has none of the threads: there, the handle is done.
+Ownership: a `Residency` owns its threads; the first starts the others and ends after them. They share a
+cursor into the list of windows under one lock; each window is worked on by one thread. A forked child has
+none of the threads: there, the handle is done.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -106,12 +107,9 @@ class Residency:
         self._cancelled = threading.Event()
         self._sequential = any(map(on_network, {span.file.name for span in spans}))
         self._pid = os.getpid()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"loadstone-resident-{number}", daemon=True)
-            for number in range(min(THREADS, len(self._windows)))
-        ]
-        for thread in self._threads:
-            thread.start()
+        # It starts the others: here, starting each would wait for the ones before it to let go of the map.
+        self._first = self._thread(0, self._lead)
+        self._first.start()
 
     def progress(self) -> Progress:
         """Return how far it has come."""
@@ -120,14 +118,12 @@ class Residency:
 
     def done(self) -> bool:
         """Say whether no thread of it works any more."""
-        return os.getpid() != self._pid or not any(thread.is_alive() for thread in self._threads)
+        return os.getpid() != self._pid or not self._first.is_alive()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until it has ended; ``False`` when ``timeout`` seconds went by first."""
-        deadline = None if timeout is None else time.monotonic() + timeout
         if os.getpid() == self._pid:
-            for thread in self._threads:
-                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            self._first.join(timeout)
         if not self.done():
             return False
         if self._error is not None:
@@ -138,8 +134,21 @@ class Residency:
         """Stop it; each thread first finishes the system call it is in."""
         self._cancelled.set()
         if os.getpid() == self._pid:
-            for thread in self._threads:
-                thread.join()
+            self._first.join()
+
+    def _thread(self, number: int, work: Callable[[], None]) -> threading.Thread:
+        return threading.Thread(target=work, name=f"loadstone-resident-{number}", daemon=True)
+
+    def _lead(self) -> None:
+        others = [self._thread(number, self._work) for number in range(1, min(THREADS, len(self._windows)))]
+        started = []
+        with contextlib.suppress(RuntimeError):  # no more threads are to be had: fewer will do
+            for thread in others:
+                thread.start()
+                started.append(thread)
+        self._work()
+        for thread in started:
+            thread.join()
 
     def _work(self) -> None:
         scratch = bytearray()
