@@ -3,7 +3,8 @@
 PEFT reads several config values as regular expressions. Python's matcher cannot be interrupted and holds the
 interpreter, so one bad pattern in one adapter would stop a whole service. A pattern with at most one
 repetition is matched here, at a cost that is quadratic at worst; every other one is matched by a child
-process that is given a time limit. Both use `re`, so the meaning is exactly PEFT's.
+process that is given a time limit. So is every pattern that sets flags: compiling large sets of characters
+that ignore case takes most of a minute. Both use `re`, so the meaning is exactly PEFT's.
 
 No state; any thread may call.
 """
@@ -84,14 +85,16 @@ def _is_cheap(query: Query) -> bool:
     """Say whether a pattern cannot backtrack much: one repetition, not of a group, few optional parts."""
     given = query.pattern if query.given is None else query.given
     repeats = sum(given.count(sign) for sign in "*+{")
-    return repeats <= 1 and given.count("?") <= 2 and not re.search(r"\)[*+{]|\\[1-9]", query.pattern)
+    if repeats > 1 or given.count("?") > 2 or "(?" in given:
+        return False
+    return not re.search(r"\)[*+{]|\\[1-9]", query.pattern)
 
 
 def _compile(pattern: str, where: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise AdapterFormatError(f"{where}: {pattern!r} is not a regular expression: {error}") from None
+        raise AdapterFormatError(f"{where}: {pattern!r:.200} is not a regular expression: {error}") from None
 
 
 def _here(query: Query, names: Sequence[str], where: str, deadline: float) -> dict[str, str]:

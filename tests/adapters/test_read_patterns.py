@@ -90,6 +90,14 @@ def test_a_pattern_that_never_ends_is_refused_in_time(pattern: str, hurried: Non
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.parametrize("kind", ["(?i){}", "(?i:{})"])
+def test_a_pattern_that_takes_long_to_compile_is_refused_in_time(kind: str, hurried: None) -> None:
+    began = time.monotonic()
+    with pytest.raises(AdapterUnsupportedError, match=r"more than 0\.5 s"):
+        matcher(parse(target_modules=kind.format("[\0-\uffff]" * 700)), NAMES, "here")
+    assert time.monotonic() - began < 10
+
+
 @pytest.mark.parametrize("keys", [[f".*{i}x" for i in range(20_000)], ["(a?.*x)"]], ids=["many", "slow"])
 def test_cheap_patterns_are_refused_in_time(keys: list[str], hurried: None) -> None:
     names = ["a." * 450 + str(i) for i in range(3000)]
