@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from loadstone.loader.local import Identity
 from loadstone.loader.source import Blob
 
 _MOST = 16_384
@@ -73,6 +74,8 @@ def _identity(blob: Blob) -> tuple[object, ...]:
         status = os.stat(blob.name)  # noqa: PTH116  the name may be a location that is no path
     except (OSError, ValueError):
         return (blob.name, blob.version) if blob.version else ()
+    if Identity.of(status).text != blob.version:
+        return ()  # the path leads to another file by now, of which nothing was seen
     changed = max(status.st_mtime, status.st_ctime)
     if not 0 <= time.time() - changed < _SETTLED:
         return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

@@ -56,6 +56,11 @@ class Identity:
         """Take the identity out of a ``stat`` result."""
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
+    @property
+    def text(self) -> str:
+        """All of it, as a blob's ``version`` has it."""
+        return f"{self.device:x}-{self.inode:x}-{self.size:x}-{self.mtime_ns:x}"
+
 
 class LocalBlob:
     """One file of this machine, mapped; see `loadstone.loader.source.Blob` for the methods."""
@@ -89,8 +94,7 @@ class LocalBlob:
     @property
     def version(self) -> str:
         """Device, inode, size and modification time."""
-        it = self._identity
-        return f"{it.device:x}-{it.inode:x}-{it.size:x}-{it.mtime_ns:x}"
+        return self._identity.text
 
     def buffer(self) -> memoryview:
         """Return the file as private, writable, lazily read memory."""

@@ -15,6 +15,7 @@ from tests.support.adapter_checks import PREFIX, TENSORS, Q, V, refuse, with_ten
 from tests.support.peft_adapters import pair, write_adapter, write_checkpoint
 
 import loadstone
+from loadstone.adapters import look, reader
 from loadstone.adapters.check import check_adapter
 from loadstone.adapters.reader import FINGERPRINT_KEY, read_adapter
 from loadstone.adapters.stamp import record_base
@@ -24,6 +25,7 @@ from loadstone.errors import (
     AdapterError,
     AdapterFormatError,
     AdapterUnsupportedError,
+    ChangedError,
     LoadstoneError,
     LoadstoneWarning,
     LocationError,
@@ -306,6 +308,30 @@ def test_a_file_that_changed_is_looked_at_again(tmp_path: Path, base: Path) -> N
     assert digest() == before
     write_adapter(folder, {k: t + 1 for k, t in pair(Q).items()})
     assert digest() != before
+
+
+def test_a_link_that_moves_while_reading_lends_no_other_files_digest(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = write_adapter(tmp_path / "v1", pair(Q))
+    new = write_adapter(tmp_path / "v2", {k: t + 1 for k, t in pair(Q).items()})
+    current = tmp_path / "current"
+    current.symlink_to(old)
+
+    def look_late(*args: Any) -> look.Look:
+        current.unlink()
+        current.symlink_to(new)
+        return look.look_at(*args)
+
+    monkeypatch.setattr(look, "_SETTLED", 0)
+    with read_adapter(new, base=base) as adapter:
+        of_new = adapter.digest
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "look_at", look_late)
+        with pytest.raises(ChangedError):
+            read_adapter(current, base=base)
+    with read_adapter(current, base=base) as adapter:
+        assert adapter.digest == of_new
 
 
 def test_the_report_on_a_good_adapter(tmp_path: Path, base: Path) -> None:
