@@ -1,5 +1,6 @@
 """Which names an adapter may have: text that is safe as a folder, in a URL, in a log and on a terminal."""
 
+import re
 import unicodedata
 
 from loadstone.errors import AdapterError
@@ -9,6 +10,10 @@ NAME_LIMIT = 128
 
 _BYTE_LIMIT = 255  # what file systems take for one component
 _MARKS = " ._-"
+_INVISIBLE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+"""Letters and marks that show nothing, by Unicode's own list: two names with and without one look alike."""
 
 
 def check_name(name: str) -> str:
@@ -20,7 +25,7 @@ def check_name(name: str) -> str:
     ------
     AdapterError
         The name is empty, too long, begins with a dot, has spaces at an end, is reserved, or holds any other
-        character: no path separator, no ``%``, no control character.
+        character: no path separator, no ``%``, no control character, nothing invisible.
     """
     if not isinstance(name, str):
         raise AdapterError(f"an adapter's name is text, got {type(name).__name__}")
@@ -43,7 +48,7 @@ def _fault(name: str) -> str:
             character not in _MARKS
             and unicodedata.category(character)[0] not in "LM"
             and unicodedata.category(character) != "Nd"
-        ):
+        ) or _INVISIBLE.match(character):
             return f"it holds {character!r}"
     if name != name.strip(" "):
         return "it begins or ends with a space"
