@@ -322,7 +322,7 @@ class _Builder:
     def _add_rows(self, module: str, key: Key, rows: tuple[int, ...]) -> None:
         shape = self.contents.shapes[key.text]
         weight = None if self.base is None else self.base.shape(f"{module}.weight")
-        if len(shape) != 2 or shape[0] != len(rows):
+        if len(shape) != 2 or shape[0] != len(rows) or not rows:
             raise AdapterFormatError(
                 f"{self.where}: {key.text!r} has shape {list(shape)}, trainable_token_indices lists"
                 f" {len(rows)} tokens"

@@ -83,6 +83,8 @@ def test_rows_of_tokens(tmp_path: Path, base: Path) -> None:
     refuse(AdapterFormatError, "does not say which", with_tensors(tmp_path, rows), base)
     refuse(AdapterFormatError, "lists 1", with_tensors(tmp_path, rows, trainable_token_indices=[1]), base)
     refuse(AdapterBaseError, "token 16", with_tensors(tmp_path, rows, trainable_token_indices=[16, 1]), base)
+    none = {name: tensor[:0] for name, tensor in rows.items()}
+    refuse(AdapterFormatError, "lists 0", with_tensors(tmp_path, none, trainable_token_indices=[]), base)
     named = {"lm_head": [1, 2]}
     refuse(
         AdapterFormatError, "does not name", with_tensors(tmp_path, rows, trainable_token_indices=named), base
