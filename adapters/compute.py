@@ -258,9 +258,9 @@ class Experts:
 
 def _add_experts(base: Tensor, update: ExpertsLowRank) -> Tensor:
     if update.experts == 1 and base.dim() == 2:
-        narrow = update.a.dtype in (torch.bfloat16, torch.float16)
-        a, b = (update.a.float(), update.b.float()) if narrow else (update.a, update.b)
-        delta = (b @ a * update.scale).to(update.a.dtype)
+        # Rounded once, to the base's dtype: an adapter narrower than its base must not make the sum narrow.
+        wide = torch.promote_types(torch.promote_types(update.a.dtype, update.b.dtype), torch.float32)
+        delta = update.b.to(wide) @ update.a.to(wide) * update.scale
         return base + delta.to(base.device, base.dtype)
     a = update.a.reshape(update.experts, -1, update.a.shape[-1])
     b = update.b.reshape(update.b.shape[0], -1, update.experts).permute(2, 0, 1)

@@ -211,6 +211,17 @@ def test_experts_answer_as_in_peft_alone_and_are_refused_in_a_mixed_batch(tmp_pa
         assert torch.equal(applied(pool, model, ["plain"] * 2, ids), zoo.answer("plain", ids))
 
 
+def test_a_plain_parameter_of_a_narrower_adapter_answers_as_in_peft(tmp_path: Path) -> None:
+    zoo = build_zoo(
+        tmp_path, mixtral, {"gate": {"target_modules": [], "target_parameters": ["mlp.gate.weight"]}}
+    )
+    _convert(zoo, torch.bfloat16)
+    model = zoo.make()
+    ids = some_ids(2)
+    with zoo.pool(model) as pool:
+        assert torch.equal(applied(pool, model, ["gate"] * 2, ids), zoo.answer("gate", ids))
+
+
 @pytest.mark.parametrize(
     ("base", "adapter", "autocast"),
     [
