@@ -6,8 +6,9 @@ whatever happens. The model must be run by the thread that entered `apply`: a ca
 time fails, because whether it is part of the batch cannot be known, and either guess could be a wrong
 answer.
 
-Concurrency: ``_lock`` serialises apply and forward; it is held from entering `apply` to leaving it, by the
-thread that runs the model. All state here (attached adapters, stacks, plans) belongs to its holder. Other
+Concurrency: two locks are held from entering `apply` to leaving it, by the thread that runs the model. The
+one of the model's `_Gate`, taken first, serialises apply and forward, for all attachers of a model together.
+``_lock`` guards all state here (attached adapters, stacks, plans), which belongs to its holder. Other
 threads only ask `is_attached`, `nbytes` and `runs_elsewhere`, check updates (what passed is noted in a table
 that is only added to, one entry at a time), and hand over versions to drop through
 `forget`, which does the work itself when nobody holds the lock and leaves it to the holder otherwise.
@@ -81,7 +82,7 @@ class Attacher:
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self._limit = limit
         self._lock = threading.Lock()
-        self._gate = _Gate()
+        self._gate = _gate_of(model)
         self._attached: OrderedDict[int, _Attached] = OrderedDict()
         self._stacks = Stacks()
         self._plans: OrderedDict[tuple[int | None, ...], Mapping[str, _Patch]] = OrderedDict()
@@ -126,7 +127,7 @@ class Attacher:
         """
         if self._gate.owner == threading.get_ident():
             raise AdapterError("apply was called inside apply; leave the first batch before starting another")
-        with self._lock:
+        with self._gate.lock, self._lock:
             patches: Mapping[str, _Patch] = {}
             try:
                 self._drop_gone()
@@ -223,11 +224,12 @@ class Attacher:
 
 
 class _Gate:
-    """Which thread runs the model under `apply` now, and which did last."""
+    """Which thread runs one model under `apply` now, and which did last."""
 
-    __slots__ = ("ended", "last", "owner")
+    __slots__ = ("ended", "last", "lock", "owner")
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.owner: int | None = None
         self.last: int | None = None
         self.ended = 0.0
@@ -238,6 +240,16 @@ class _Gate:
     def leave(self) -> None:
         self.ended = time.monotonic()
         self.owner = None
+
+
+_gates: "weakref.WeakKeyDictionary[nn.Module, _Gate]" = weakref.WeakKeyDictionary()
+_gates_lock = threading.Lock()
+
+
+def _gate_of(model: nn.Module) -> _Gate:
+    """Return the model's one gate: patches of two attachers must not be set and unset in turns."""
+    with _gates_lock:
+        return _gates.setdefault(model, _Gate())
 
 
 class _Patch:

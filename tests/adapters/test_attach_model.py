@@ -4,6 +4,7 @@ import copy
 import hashlib
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from loadstone.adapters import fit
 from loadstone.adapters.attach import Attacher
+from loadstone.adapters.pool import AdapterPool
 from loadstone.adapters.updates import EmbeddingLowRank, LowRank, Replacement, TokenRows, Update
 from loadstone.errors import AdapterBaseError, AdapterError, AdapterUnsupportedError
 from loadstone.loader.models import load_model
@@ -284,3 +286,24 @@ def test_a_replaced_block_and_a_change_inside_it_cannot_share_a_batch() -> None:
         pass
     with attacher.apply([inner, None]):
         assert model.head(torch.ones(2, 4)).shape == (2, 2)
+
+
+def test_two_pools_over_one_model_take_turns(tmp_path: Path) -> None:
+    model = Base()
+    x = inputs(2)
+    wanted = {name: answer(model, write(tmp_path, name, seed), x) for seed, name in enumerate("ab")}
+    plain = model(x)
+
+    def ask(pool: AdapterPool, name: str) -> None:
+        for _ in range(200):
+            torch.testing.assert_close(run(pool, model, [name] * 2, x), wanted[name])
+
+    with pool_over(model, tmp_path) as first, pool_over(model, tmp_path) as second:
+        with ThreadPoolExecutor(2) as threads:
+            asked = [threads.submit(ask, first, "a"), threads.submit(ask, second, "b")]
+        for each in asked:
+            each.result()
+        with first.apply([None]), pytest.raises(AdapterError, match="inside apply"), second.apply([None]):
+            pass
+    assert traces(model) == []
+    assert torch.equal(model(x), plain)
