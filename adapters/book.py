@@ -108,6 +108,7 @@ class Book:
         self._freed: list[Version] = []
         self.entries: dict[str, Entry] = {}
         self.aliases: dict[str, str] = {}
+        self._revoked: dict[str, None] = {}
         self.closed = False
 
     def check_open(self) -> None:
@@ -141,7 +142,19 @@ class Book:
                     f"{len(self.entries)} adapters are registered, which is the limit; unload some"
                 )
             entry = self.entries[name] = Entry(name, places)
+            self._revoked.pop(name, None)
         return entry
+
+    def revoke(self, name: str) -> None:
+        """Note that a name was unloaded: it must not come back because a request asks for it."""
+        self._revoked[name] = None
+        if len(self._revoked) > self._names_limit:
+            del self._revoked[next(iter(self._revoked))]
+
+    def check_not_revoked(self, name: str) -> None:
+        """Refuse a name that was unloaded and not loaded since."""
+        if name in self._revoked:
+            raise AdapterNotFoundError(f"adapter {name!r} was unloaded; load it again before using it")
 
     def remove(self, entry: Entry) -> None:
         """Forget a name and its aliases."""

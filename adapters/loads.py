@@ -109,6 +109,8 @@ class Loads:
         while True:
             with self._changed:
                 self._book.check_open()
+                if demand:
+                    self._book.check_not_revoked(name)
                 created = name not in self._book.entries
                 entry = self._book.enter(name, places)
                 if entry.draining:
@@ -142,10 +144,10 @@ class Loads:
                 raise AdapterNotFoundError(f"adapter {name!r} is being unloaded; it takes no more requests")
             if entry is not None and entry.version is not None:
                 return
-            if entry is None or entry.error is None:
+            if entry is None:
                 failed = self._absent.get(name)
             else:
-                failed = entry.failed_at, entry.error
+                failed = None if entry.error is None else (entry.failed_at, entry.error)
             if failed is not None and time.monotonic() - failed[0] < self._absent_seconds:
                 raise again(failed[1])
         if entry is None and not self._roots.names:

@@ -243,6 +243,8 @@ class AdapterPool:
     def unload(self, name: str, timeout: float | None = 30.0) -> None:
         """Take an adapter away: no new leases at once, gone when its last lease ends. An alias just goes.
 
+        Only `load` or `register` bring it back; a lease does not find it in the roots again.
+
         Parameters
         ----------
         timeout : float or None
@@ -269,6 +271,7 @@ class AdapterPool:
             try:
                 self._drain(entry, end)
                 self._book.remove(entry)
+                self._book.revoke(name)
             finally:
                 entry.draining = False
                 self._changed.notify_all()
@@ -283,6 +286,7 @@ class AdapterPool:
                     f"adapter {entry.name!r} is still {what}; it stays loaded, unload it later"
                 )
             self._changed.wait(left)
+            self._book.check_open()
 
     def pin(self, name: str, *, pinned: bool = True) -> None:
         """Keep an adapter mapped, loading it if need be; with ``pinned=False`` let it leave again."""

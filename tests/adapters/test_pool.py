@@ -240,6 +240,18 @@ def test_unload_waits_for_leases_and_frees(root: Path) -> None:
         assert pool.attached_bytes == 0
 
 
+def test_what_was_unloaded_comes_back_by_a_load_only(root: Path) -> None:
+    with pool_over(Base(), root) as pool:
+        for bring_back in (pool.load, pool.register):
+            pool.lease(["a"]).release()
+            pool.unload("a")
+            with pytest.raises(AdapterNotFoundError, match="unloaded"):
+                pool.lease(["a"])
+            assert pool.list() == []
+            bring_back("a")
+            pool.lease(["a"]).release()
+
+
 def test_unload_gives_up_after_its_time_and_says_who_holds_it(root: Path) -> None:
     with pool_over(Base(), root) as pool:
         with pool.lease(["a"], "request 7"), pool.lease(["a"], "request 8"):
@@ -444,6 +456,18 @@ def test_a_closed_pool_refuses_and_frees(root: Path) -> None:
     lease.release()
     assert reads.open == 0
     pool.close()
+
+
+def test_an_unload_that_waits_ends_when_the_pool_is_closed(root: Path) -> None:
+    pool = pool_over(Base(), root)
+    lease = pool.lease(["a"])
+    with ThreadPoolExecutor(1) as threads:
+        unloading = threads.submit(pool.unload, "a", timeout=20)
+        wait_for(lambda: pool.status("a").state == State.DRAINING)
+        pool.close()
+        with pytest.raises(ClosedError):
+            unloading.result(10)
+    lease.release()
 
 
 def test_an_interrupted_load_can_be_done_again(root: Path) -> None:

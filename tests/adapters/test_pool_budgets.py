@@ -159,12 +159,13 @@ def test_loading_and_unloading_for_long_leaves_nothing(root: Path) -> None:
     descriptors = open_files()
     with pool_over(model, root, reads) as pool:
         for number in range(60):
-            name = NAMES[number % 8]
-            pool.load(name)
-            run(pool, model, [name, None, NAMES[(number + 1) % 8], NAMES[(number + 2) % 8]], inputs(4))
-            pool.unload(name)
-            pool.unload(NAMES[(number + 1) % 8])
-            pool.unload(NAMES[(number + 2) % 8])
+            first, second, third = (NAMES[(number + more) % 8] for more in range(3))
+            pool.load(first)
+            pool.register(second)
+            pool.register(third)
+            run(pool, model, [first, None, second, third], inputs(4))
+            for name in (first, second, third):
+                pool.unload(name)
         assert reads.open == 0
         assert pool.attached_bytes == 0
         assert pool.list() == []
