@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -184,7 +185,7 @@ class Engine:
             It cannot be used, and what was loaded stays as it was.
         """
         pool = self.loaded().pool
-        if name == self.name:
+        if unicodedata.normalize("NFC", name) == unicodedata.normalize("NFC", self.name):
             raise RequestError(f"{name!r} is the base model's name; choose another", "lora_name")
         began = time.perf_counter()
         before = {status.name: status.digest for status in pool.list()}

@@ -18,9 +18,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from loadstone.errors import BindError
+from loadstone.errors import BindError, GenerationError
 from loadstone.server.text import Detokenizer, StopScanner, Text
 from loadstone.server.work import AnswerPlan, Finish, Piece, Sampling, TokenLogprob
+
+_COLD = 1e-5
+"""Temperatures below take the likeliest token, as in vLLM: divided by less, scores would overflow."""
 
 
 class Decoder:
@@ -79,6 +82,11 @@ class Answer:
             logits = decoder.logits(self._tokens, self._cache)
         else:
             logits = decoder.logits(self._tokens[-1:], self._cache)
+        if not torch.isfinite(logits.max()):
+            raise GenerationError(
+                "the model's scores are not finite, so no token is the likeliest; look for NaN or infinite"
+                " values in the adapter and the base"
+            )
         token = self._choose(self._tokens, logits)
         self._tokens.append(token)
         report = self._report(token, logits)
@@ -121,7 +129,7 @@ class Chooser:
         self._generator: torch.Generator | None = None
         if sampling.repetition_penalty != 1:
             self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-        if sampling.temperature == 0:
+        if sampling.temperature < _COLD:
             return
         self._generator = torch.Generator()
         if seed is None:

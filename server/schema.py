@@ -4,6 +4,7 @@ What is not supported is refused by name instead of ignored: an answer that sile
 is worse than none. Fields of OpenAI's that change nothing at their neutral value are taken at that value.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -22,10 +23,13 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 Prompt = str | tuple[int, ...]
 
+_HALF = re.compile("[\ud800-\udfff]")
+_MOST_PROMPTS = 2048  # OpenAI's own limit; checking many more would keep other requests waiting
+
 
 def _is_text(value: object) -> bool:
     # JSON can spell half of a surrogate pair, which no tokenizer can read and no UTF-8 answer can hold.
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+    return isinstance(value, str) and _HALF.search(value) is None
 
 
 def _to_prompts(value: object) -> object:
@@ -33,6 +37,8 @@ def _to_prompts(value: object) -> object:
     if _is_text(value):
         return [value]
     if isinstance(value, list) and value:
+        if len(value) > _MOST_PROMPTS and type(value[0]) is not int:
+            raise ValueError(f"{len(value)} prompts are more than {_MOST_PROMPTS}; send fewer at a time")
         if all(_is_text(item) for item in value):
             return value
         if all(type(item) is int for item in value):
@@ -80,7 +86,7 @@ class CompletionRequest(BaseModel):
     logprobs: int | None = Field(None, ge=0, le=5)
     user: str | None = Field(None, description="Taken and not used.")
     top_k: int | None = Field(None, ge=-1, description="As in vLLM; 0 and -1 leave all tokens.")
-    repetition_penalty: float | None = Field(None, gt=0, le=10, description="As in vLLM.")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10, description="As in vLLM.")
     ignore_eos: bool = Field(default=False, description="As in vLLM: go on until max_tokens.")
     best_of: Any = None
     frequency_penalty: Any = None

@@ -13,7 +13,7 @@ class Sampling:
     Attributes
     ----------
     temperature : float
-        0 takes the likeliest token always.
+        0, and what is next to it, takes the likeliest token always.
     top_p, top_k : float, int
         Choose among the likeliest tokens only; 1.0 and 0 leave all of them.
     repetition_penalty : float

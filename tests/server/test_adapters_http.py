@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.served_models import make_adapter, reference
 from tests.support.service import Service, check_error, run_service
 
+from loadstone.errors import LoadstoneWarning
 from loadstone.settings import Settings
 
 PROMPT = "The lodestone turns"
@@ -132,7 +133,8 @@ def test_unload_waits_for_running_answers_and_takes_no_new_ones(service: Service
     assert service.unload("a1").status_code == 200
     asking.join(30)
     assert answers == [expected]
-    check_error(service.http.post("/v1/completions", json={"model": "nobody", "prompt": "x"}), 404, "model")
+    for name in ("a1", "nobody"):
+        check_error(service.http.post("/v1/completions", json={"model": name, "prompt": "x"}), 404, "model")
 
 
 def test_what_is_not_loaded_cannot_be_unloaded(service: Service) -> None:
@@ -141,6 +143,11 @@ def test_what_is_not_loaded_cannot_be_unloaded(service: Service) -> None:
 
 def test_the_bases_name_is_taken(service: Service, root: Path) -> None:
     check_error(service.load("tiny", root / "a1"), 400, "lora_name")
+
+
+def test_the_bases_name_is_taken_in_every_spelling(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service.engine.startup, "name", "modèle")
+    check_error(service.load("mode\N{COMBINING GRAVE ACCENT}le", "a1"), 400, "lora_name")
 
 
 @pytest.mark.parametrize(
@@ -207,6 +214,18 @@ def test_a_bad_adapter_leaves_nothing_behind(
     shutil.copytree(root / "a1", moving)
     assert service.load("moving", moving).status_code == 200
     assert service.say("moving", PROMPT) == reference(base, PROMPT, root / "a1")
+
+
+@pytest.mark.parametrize("options", [{}, {"logprobs": 2}, {"temperature": 1}], ids=str)
+def test_an_adapter_of_nans_gives_an_error_and_no_text(
+    service: Service, moving: Path, options: dict[str, object]
+) -> None:
+    weights = moving / "adapter_model.safetensors"
+    save_file({name: tensor * float("nan") for name, tensor in load_file(weights).items()}, weights)
+    with pytest.warns(LoadstoneWarning, match="not finite"):
+        assert service.load("moving", moving).status_code == 200
+    body = {"model": "moving", "prompt": PROMPT, "temperature": 0, **options}
+    assert "not finite" in check_error(service.http.post("/v1/completions", json=body), 500)
 
 
 def test_a_bad_replacement_leaves_the_loaded_one(

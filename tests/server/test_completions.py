@@ -85,6 +85,11 @@ def test_seeded_sampling_is_transformers_own(service: Service, base: Path, optio
     assert service.say("tiny", PROMPT, seed=12, **({"temperature": 1.0} | options)) != expected
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-40, 1e-310])
+def test_next_to_no_temperature_is_none(service: Service, temperature: float) -> None:
+    assert service.say("tiny", PROMPT, temperature=temperature) == service.say("tiny", PROMPT)
+
+
 def test_repetition_penalty_is_transformers_own(service: Service, base: Path) -> None:
     expected = reference(base, PROMPT, repetition_penalty=1.3)
     assert service.say("tiny", PROMPT, repetition_penalty=1.3) == expected

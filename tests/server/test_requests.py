@@ -51,6 +51,9 @@ def _refusal(body: dict[str, object]) -> errors.RequestError:
         ("prompt", [1, "x"], "a list of tokens"),
         ("prompt", [True], "a list of tokens"),
         ("prompt", "\ud800", "a list of tokens"),
+        ("prompt", ["x"] * 2049, "send fewer"),
+        ("prompt", [[1]] * 2049, "send fewer"),
+        ("repetition_penalty", 1e-40, "greater than or equal to 0.01"),
         ("model", 5, "valid string"),
     ],
 )

@@ -1,6 +1,8 @@
 """Tokens to text, a token at a time, against the tokenizer's own whole decode."""
 
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -41,6 +43,17 @@ def test_valid_text_comes_whole_and_never_in_halves(prompt: str, answer: str) ->
     pieces = _write(text, list(first), list(rest))
     assert "".join(pieces) == answer
     assert "\ufffd" not in "".join(pieces[:-1]) or "\ufffd" in answer
+
+
+def test_others_run_while_a_long_text_is_encoded(text: Text) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        encoding = threads.submit(text.encode, "north ship " * 60_000)
+        turns = 0
+        while not encoding.done():
+            time.sleep(0.001)
+            turns += 1
+    assert turns > 10
+    assert encoding.result()[:20] == text.encode("north ship " * 10)[:20]
 
 
 def test_random_bytes_give_what_the_whole_decode_gives(text: Text) -> None:
