@@ -10,6 +10,7 @@ import uvicorn
 
 from loadstone.server.access import is_loopback
 from loadstone.server.app import create_app
+from loadstone.server.connections import Connection
 from loadstone.server.engine import Engine
 from loadstone.settings import Settings
 
@@ -42,6 +43,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 lifespan="off",
+                http=Connection,
                 loop="asyncio",
                 proxy_headers=False,
                 server_header=False,

@@ -70,6 +70,36 @@ def test_a_body_that_does_not_come_is_not_waited_for_for_ever(
     assert service.say("tiny", PROMPT)
 
 
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "half a head"]
+)
+@pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
+def test_a_connection_without_a_request_is_ended(
+    service: Service, monkeypatch: pytest.MonkeyPatch, sent: bytes, first: bool
+) -> None:
+    monkeypatch.setattr("loadstone.server.connections._SECONDS", 0.3)
+    port = int(service.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        if not first:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(sent)
+        rest = b""
+        while piece := connection.recv(65536):
+            rest += piece
+    assert b"200 OK" not in rest
+
+
+def test_a_connection_in_use_is_not_ended(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadstone.server.connections._SECONDS", 0.1)
+    with httpx.Client(base_url=service.url) as client:
+        for _ in range(8):
+            assert client.get("/health").status_code == 200
+            time.sleep(0.05)
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 240, "ignore_eos": True}
+        assert client.post("/v1/completions", json=body).status_code == 200
+
+
 def test_leaving_the_engines_own_loop_ends_the_work(service: Service) -> None:
     for piece in service.engine.complete(Completion("tiny", (PROMPT,), max_tokens=240, ignore_eos=True)):
         assert piece.index == 0
