@@ -24,8 +24,8 @@ format: $(VENV)/.dev
 
 venv: $(VENV)/.dev ## everything for development
 
-bench: $(VENV)/.dev ## cold start of the demo model
-	@$(BIN)/loadstone bench cold-start $(ARGS)
+bench: $(VENV)/.dev ## cold start of the demo model (run make demo first), or of ARGS=LOCATION
+	@$(BIN)/loadstone bench cold-start $(or $(ARGS),$(HOME)/.cache/loadstone-demo/demo-model/base)
 
 bench-loader bench-transfer bench-adapters: bench-%: $(VENV)/.dev
 	@$(BIN)/loadstone bench $* $(ARGS)
