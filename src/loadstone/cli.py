@@ -6,6 +6,7 @@ request a few tenths of a second after the process starts.
 
 import argparse
 import importlib
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -32,15 +33,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.showwarning = _show_warning
     module, function = args.target.split(":")
     try:
-        return int(getattr(importlib.import_module(module), function)(args))
+        status = int(getattr(importlib.import_module(module), function)(args))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a failure of it is still reported like any other
     except LoadstoneError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        sys.stderr.close()
+        _forget_output()
         return 141
+    except OSError as error:  # such as a disk without room for the output
+        print(f"error: {error}", file=sys.stderr)
+        _forget_output()
+        return 1
+    return status
+
+
+def _forget_output() -> None:
+    """Let the interpreter's end not fail once more on output that nobody takes."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def _split_command(words: list[str]) -> tuple[list[str], list[str]]:

@@ -2,9 +2,12 @@
 
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from tests.support.tiny_model import write_tiny_checkpoint
 
 from loadstone.cli import main
 from loadstone.errors import SettingsError
@@ -55,3 +58,19 @@ def test_sizes_and_folders_that_cannot_be_are_refused() -> None:
         parse_size("9" * 400)
     with pytest.raises(SettingsError, match="home"):
         _ = Settings(cache_dir="~nobody-of-that-name/x").cache_path
+
+
+@pytest.mark.parametrize("words", [["inspect"], ["inspect", "--json"], ["status", "--json"]])
+def test_output_that_nobody_takes_is_one_line_or_none(tmp_path: Path, words: list[str]) -> None:
+    location = str(write_tiny_checkpoint(tmp_path / "model"))
+    argv = [sys.executable, "-m", "loadstone", *words, location]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")
+    child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    child.stdout.close()
+    assert child.stderr.read() == ""
+    child.stderr.close()
+    assert child.wait(30) == 141

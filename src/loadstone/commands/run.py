@@ -110,7 +110,10 @@ def _wait(child: "subprocess.Popen[bytes]") -> int:
     if os.getpid() != 1:
         return child.wait()
     while child.returncode is None:
-        pid, status = os.waitpid(-1, 0)
+        try:
+            pid, status = os.waitpid(-1, 0)
+        except ChildProcessError:  # a signal's handler looked at CMD just then, and found it ended
+            return child.wait()
         if pid == child.pid:
             child.returncode = os.waitstatus_to_exitcode(status)
     return child.returncode
