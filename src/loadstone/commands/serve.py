@@ -7,7 +7,7 @@ from loadstone.commands.common import settings_of, storage_options_of
 
 
 def _announce(url: str, _engine: object) -> None:
-    print(f"loadstone answers at {url}; GET /ready says how far the model is", file=sys.stderr, flush=True)
+    print(f"loadstone answers at {url}; GET /ready tells how far it is", file=sys.stderr, flush=True)
 
 
 def serve(args: argparse.Namespace) -> int:
