@@ -18,6 +18,8 @@ def test_training_says_only_how_far_it_is(
     monkeypatch.setattr(train, "BASE_STEPS", 2)
     monkeypatch.setattr(train, "ADAPTER_STEPS", 2)
     assert not sys.stderr.isatty()
+    bars = transformers_logging.is_progress_bar_enabled()
+    (tmp_path / ".model-left-by-a-killed-run").mkdir()
     with training_bar() as report:
         train.make(tmp_path / "model", report)
     told = capfd.readouterr()
@@ -30,4 +32,4 @@ def test_training_says_only_how_far_it_is(
     assert len(list((tmp_path / "model" / "base").glob("*.safetensors"))) == 3
     for style in STYLES:
         assert (tmp_path / "model" / "adapters" / style / "adapter_model.safetensors").is_file()
-    assert transformers_logging.is_progress_bar_enabled()
+    assert transformers_logging.is_progress_bar_enabled() == bars
