@@ -7,7 +7,8 @@ the first 64 KiB of each weight file, side by side.
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -184,10 +185,12 @@ class _SmallFiles:
             self._found = source.open([name for name in usual if self.listed is None or name in self.listed])
             return
         # Asking for what may not be there costs an answer or two; waiting for the listing, round trips.
+        listing: Future[tuple[str, ...] | None] | None = None
         with ThreadPoolExecutor(1, "loadstone-list") as lister:
-            listing = lister.submit(source.names)
+            with suppress(RuntimeError):  # no thread can be started: one after the other, then
+                listing = lister.submit(source.names)
             self._found = source.open(usual)
-            self.listed = listing.result()
+        self.listed = source.names() if listing is None else listing.result()
 
     def read(self, name: str) -> bytes | None:
         """Return a file; ``None`` when there is none. A link that leads nowhere is an error."""

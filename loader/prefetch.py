@@ -86,7 +86,11 @@ class Fetcher:
             self._check_open()
             self._batches.append(batch)
             self._end_if_done(batch)
-            self._staff()
+            try:
+                self._staff()
+            except TransferError as error:
+                self._end_batch(batch, error)
+                raise
         return PrefetchHandle(self, batch, wanted)
 
     def begin(self, demand: Demand) -> None:
@@ -213,8 +217,16 @@ class Fetcher:
             thread = threading.Thread(
                 target=self._serve, name=f"loadstone-fetch-{self._numbered}", daemon=True
             )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if self._threads:
+                    return  # those that run do the work
+                raise TransferError(
+                    f"no thread can be started to fetch with ({error}); raise the limit on this user's or "
+                    "container's processes"
+                ) from None
             self._threads.add(thread)
-            thread.start()
 
     _numbered = 0
 

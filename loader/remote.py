@@ -13,6 +13,7 @@ parent does; connections, threads and locks are renewed below.
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from loadstone.errors import ClosedError, FormatError, LoadstoneError, TransferError
@@ -177,11 +178,13 @@ class RemoteSource:
                 )
                 for _ in range(min(len(new), _PROBES, self.fetcher.limit) - 1)
             ]
-            for helper in helpers:
-                helper.start()
+            with suppress(RuntimeError):  # no more threads to be had: those that run do all of it
+                for helper in helpers:
+                    helper.start()
             self._open_some(new, found)
             for helper in helpers:
-                helper.join()
+                if helper.ident is not None:
+                    helper.join()
             with self._lock:
                 self._blobs.update(
                     {name: blob for name, blob in found.items() if isinstance(blob, RemoteBlob)}
