@@ -17,6 +17,8 @@ from loadstone.adapters.layout import FileUpdates
 from loadstone.adapters.updates import EmbeddingLowRank, ExpertsLowRank, LowRank, Replacement, Update
 from loadstone.errors import AdapterBaseError, AdapterFormatError
 from loadstone.loader.checkpoint import Checkpoint
+from loadstone.loader.local import LocalBlob
+from loadstone.loader.source import Blob
 
 
 class Adapter:
@@ -34,8 +36,10 @@ class Adapter:
         base: Checkpoint | None,
         *,
         owns_base: bool,
+        blob: Blob,
     ) -> None:
         self._checkpoint = checkpoint
+        self._blob = blob
         self._base = base
         self._owns_base = owns_base
         self.updates = updates
@@ -52,6 +56,10 @@ class Adapter:
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         return self.updates.layout.nbytes
+
+    def is_altered(self) -> bool:
+        """Say whether its file was overwritten in place since, so that its tensors are not what was read."""
+        return isinstance(self._blob, LocalBlob) and self._blob.is_altered()
 
     def __repr__(self) -> str:
         return f"<Adapter {self.source}: {len(self.updates)} modules, {self.nbytes} bytes>"

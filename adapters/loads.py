@@ -173,8 +173,12 @@ class Loads:
         try:
             fresh = Version(next(_uids), adapter, self._check(adapter.updates))
             with self._changed:
+                known = self._book.version_of(adapter.digest)
+            if known is not None and known.is_altered():
+                known = fresh  # that one's bytes are not what they were
+            with self._changed:
                 self._book.check_open()
-                version = self._book.version_of(adapter.digest) or fresh
+                version = known if known is fresh else self._book.version_of(adapter.digest) or fresh
                 self._book.install(entry, version, replace=replace)
                 self._book.touch(entry)
                 entry.places, entry.error, entry.loading = [place], None, None

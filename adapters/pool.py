@@ -31,6 +31,8 @@ from loadstone.adapters.versions import AdapterStatus, Lease, LeasedVersion, Rea
 from loadstone.errors import (
     AdapterBusyError,
     AdapterError,
+    ChangedError,
+    LoadstoneError,
 )
 from loadstone.loader import memory
 from loadstone.loader.checkpoint import Checkpoint
@@ -153,6 +155,8 @@ class AdapterPool:
             No root has such an adapter, or it is being unloaded.
         AdapterBusyError
             The budget is full of adapters in use.
+        ChangedError
+            An adapter's file was overwritten in place after it was loaded.
         LoadstoneError
             An adapter cannot be used.
         """
@@ -163,6 +167,11 @@ class AdapterPool:
                     self._loads.ensure(name)
             lease = self._try_lease(wanted, label)
             if lease is not None:
+                try:
+                    _check_unaltered(lease.rows)
+                except LoadstoneError:
+                    lease.release()
+                    raise
                 return lease
         raise AdapterBusyError(
             f"{', '.join(name for name in wanted if name)} were unmapped by others before this lease got all "
@@ -221,7 +230,10 @@ class AdapterPool:
             These adapters cannot share a batch; each can be run in a batch of its own.
         AdapterError
             A lease has ended, or is another pool's.
+        ChangedError
+            An adapter's file was overwritten in place after it was loaded.
         """
+        _check_unaltered(rows)
         versions = [None if row is None else row.version for row in rows]
         held = [version for version in versions if version is not None]
         with self._changed:
@@ -360,6 +372,16 @@ class AdapterPool:
         for version in freed:
             version.free()
             self._attacher.forget(version.uid)
+
+
+def _check_unaltered(rows: Iterable[LeasedVersion | None]) -> None:
+    """Refuse adapters whose mapped file was written to: other content, or none, which ends the process."""
+    for row in {row.version.uid: row for row in rows if row is not None}.values():
+        if row.version.is_altered():
+            raise ChangedError(
+                f"the file of adapter {row.name!r} was overwritten in place after it was loaded; load it"
+                " again, and publish a new version by renaming its files into place"
+            )
 
 
 def _reader(

@@ -159,7 +159,7 @@ def _read(
     if options.experts != "auto":
         digest.update(options.experts.encode())
     updates = FileUpdates(layout, checkpoint, blob.buffer())
-    return Adapter(checkpoint, updates, suspect, digest.hexdigest(), base, owns_base=owns_base)
+    return Adapter(checkpoint, updates, suspect, digest.hexdigest(), base, owns_base=owns_base, blob=blob)
 
 
 def _layout(

@@ -103,6 +103,10 @@ class Readable(Protocol):
         """What is doubtful about it."""
         ...
 
+    def is_altered(self) -> bool:
+        """Say whether its file was overwritten in place since it was read."""
+        ...
+
     def close(self) -> None:
         """Let go of its file."""
         ...
@@ -139,6 +143,11 @@ class Version:
         if self._adapter is None:
             raise AdapterError(f"adapter version {self.digest[:12]} was freed; take a lease before using it")
         return self._adapter.updates
+
+    def is_altered(self) -> bool:
+        """Say whether its file was overwritten in place since it was read."""
+        adapter = self._adapter
+        return adapter is not None and adapter.is_altered()
 
     def free(self) -> None:
         """Let go of its file; the memory returns when the last view of it goes."""

@@ -137,6 +137,15 @@ class LocalBlob:
         if now != self._identity:
             raise self._changed(now)
 
+    def is_altered(self) -> bool:
+        """Say whether the opened file itself was written to or cut; another one in its place does no harm."""
+        try:
+            now = Identity.of(os.stat(self._path))  # noqa: PTH116 - done for every batch
+        except OSError:
+            return False
+        was = self._identity
+        return now != was and (now.device, now.inode) == (was.device, was.inode)
+
     def read(self, span: ByteRange) -> bytes:
         """Return a copy of ``span``'s bytes, read with ``pread``: safe whatever happens to the file."""
         data = bytearray(span.nbytes)

@@ -458,6 +458,40 @@ def test_a_closed_pool_refuses_and_frees(root: Path) -> None:
     pool.close()
 
 
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_file_that_is_overwritten_in_place_is_an_error(root: Path, cut: bool) -> None:
+    model = Base()
+    x = inputs()
+    wanted = answer(model, root / "a", x)
+    file = root / "a" / "adapter_model.safetensors"
+    good = file.read_bytes()
+    with pool_over(model, root) as pool:
+        first = pool.load("a").digest
+        with pool.lease(["a"]) as lease:
+            with file.open("r+b") as writer:
+                writer.truncate(100 if cut else None)
+                writer.write(b"" if cut else good[:-4] + b"ruin")
+            with pytest.raises(ChangedError, match="'a' was overwritten"), pool.apply(lease.rows):
+                pass
+        with pytest.raises(ChangedError, match="load it again, and publish"):
+            pool.lease(["a"])
+        assert pool.status("a").holders == ()
+        with file.open("r+b") as writer:
+            writer.write(good)
+        assert pool.load("a").digest == first  # the same content, yet mapped anew
+        torch.testing.assert_close(run(pool, model, ["a"], x), wanted)
+
+
+def test_a_file_that_another_took_the_place_of_is_used_on(root: Path) -> None:
+    model = Base()
+    x = inputs()
+    wanted = answer(model, root / "a", x)
+    with pool_over(model, root) as pool:
+        pool.load("a")
+        (root / "b" / "adapter_model.safetensors").replace(root / "a" / "adapter_model.safetensors")
+        torch.testing.assert_close(run(pool, model, ["a"], x), wanted)
+
+
 def test_an_unload_that_waits_ends_when_the_pool_is_closed(root: Path) -> None:
     pool = pool_over(Base(), root)
     lease = pool.lease(["a"])

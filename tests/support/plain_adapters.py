@@ -111,6 +111,9 @@ class _Counted:
     def updates(self) -> Updates:
         return self._adapter.updates
 
+    def is_altered(self) -> bool:
+        return self._adapter.is_altered()
+
     def close(self) -> None:
         self._adapter.close()
         self._closed()
