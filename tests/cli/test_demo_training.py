@@ -1,5 +1,6 @@
 """What the demo trains: complete, without a word of other libraries between its own bars."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -19,7 +20,9 @@ def test_training_says_only_how_far_it_is(
     monkeypatch.setattr(train, "ADAPTER_STEPS", 2)
     assert not sys.stderr.isatty()
     bars = transformers_logging.is_progress_bar_enabled()
-    (tmp_path / ".model-left-by-a-killed-run").mkdir()
+    left = tmp_path / ".model-left-by-a-killed-run"
+    left.mkdir()
+    os.utime(left, (0, 0))
     with training_bar() as report:
         train.make(tmp_path / "model", report)
     told = capfd.readouterr()

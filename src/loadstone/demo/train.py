@@ -7,6 +7,7 @@ is written to a temporary folder first and renamed when complete: an interrupted
 import json
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ from loadstone.demo.corpus import STYLES, lines
 END = "<|end|>"
 SHARD_BYTES = "6MB"  # three shards and an index, as a large model has
 BASE_STEPS, ADAPTER_STEPS = 220, 110
+
+ABANDONED_SECONDS = 3600
+"""A scratch folder untouched for so long belongs to no run any more."""
 
 Report = Callable[[str, int, int], None]
 """Called as ``report(what, step, steps)``."""
@@ -42,7 +46,8 @@ def make(folder: Path, report: Report) -> None:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f".{folder.name}-*"):
-        shutil.rmtree(left, ignore_errors=True)  # of a run that was killed
+        if time.time() - left.stat().st_mtime > ABANDONED_SECONDS:  # of a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
         with _quiet():
