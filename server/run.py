@@ -4,6 +4,7 @@ The order is the point. The port is bound and the transfer begun before anything
 and FastAPI are imported while the first bytes come; torch only once ``/health`` answers.
 """
 
+import resource
 import signal
 import socket
 import threading
@@ -16,6 +17,8 @@ from loadstone.server.engine import Engine
 from loadstone.server.startup import Startup
 from loadstone.server.timeline import Timeline
 from loadstone.settings import Settings
+
+_DESCRIPTORS = 65536
 
 
 def serve(
@@ -52,6 +55,7 @@ def serve(
     """
     timeline = Timeline()
     timeline.mark("serve")
+    _allow_descriptors()
     settings = Settings.from_env() if settings is None else settings
     startup = Startup(
         location,
@@ -73,6 +77,14 @@ def serve(
         if engine.error is not None:
             raise engine.error
     return 0
+
+
+def _allow_descriptors() -> None:
+    """Raise the soft limit on open files as far as is allowed: every connection takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _serve(
