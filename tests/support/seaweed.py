@@ -7,6 +7,7 @@ goes through botocore's own client, never through the code under test.
 import contextlib
 import functools
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -155,6 +156,7 @@ def _launch(folder: Path, ports: dict[str, int]) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=folder,
+            env={**os.environ, "TMPDIR": str(folder)},  # for its sockets
             start_new_session=True,
         )
 
