@@ -54,7 +54,8 @@ _POPULATE_READ = 22
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _ADVISED = 256 * 1024  # one call starts at most the device's read-ahead, and drops the rest of the advice
 _SAMPLE = 8 * 1024 * 1024
-_MOST_SAMPLED = 1024 * _SAMPLE  # of a larger file, only what is asked for is looked at
+_SPARSE = 4 * _SAMPLE  # between the samples of a whole file
+_MOST_SAMPLED = 1024 * _SPARSE  # of a larger file, only what is asked for is looked at
 _SCRATCH = 4 * 1024 * 1024
 _BUDGET = 0.8
 
@@ -227,8 +228,8 @@ def is_cached(path: str, size: int) -> bool:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         # From another place each time: a sample that finds nothing brings its own page in, and the next look
         # would find that, and nothing beside it.
-        first = random.randrange(min(_SAMPLE, max(1, size)))  # noqa: S311  nothing secret
-        return _is_cached(fd, ByteRange(min(first, size), size))
+        first = random.randrange(min(_SPARSE, max(1, size)))  # noqa: S311  nothing secret
+        return _is_cached(fd, ByteRange(min(first, size), size), _SPARSE)
     finally:
         os.close(fd)
 
@@ -241,7 +242,7 @@ def _read_ahead(fd: int, span: ByteRange) -> None:
             os.preadv(fd, [scratch[: piece.nbytes]], piece.start)
 
 
-def _is_cached(fd: int, span: ByteRange) -> bool:
+def _is_cached(fd: int, span: ByteRange, stride: int = _SAMPLE) -> bool:
     """Say whether samples of ``span`` can all be read without waiting for a disk.
 
     Cheap where everything is in memory, unlike advice, which walks all pages. Not by ``mincore``: that
@@ -249,7 +250,7 @@ def _is_cached(fd: int, span: ByteRange) -> bool:
     """
     one = bytearray(1)
     try:
-        for start in range(span.start, span.stop, _SAMPLE):
+        for start in range(span.start, span.stop, stride):
             os.preadv(fd, [one], start, os.RWF_NOWAIT)
         os.preadv(fd, [one], span.stop - 1, os.RWF_NOWAIT)
     except OSError:  # EAGAIN: it would wait; EOPNOTSUPP: it cannot be told here
