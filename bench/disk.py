@@ -3,8 +3,9 @@
 A benchmark that says "cold" must show it: files are dropped from the page cache by ``posix_fadvise``, which
 silently keeps pages that are dirty or mapped by anyone, and then ``mincore`` counts what is still there.
 
-The disk's own limit is the best of two raw reads of the very files, neither of which makes anything usable:
-past the page cache (``O_DIRECT``), and by plain reads into memory that is used again and again.
+The disk's own limit is the best of raw reads of the very files, which make nothing usable: past the page
+cache (``O_DIRECT``), and by plain reads, both into memory that is used again and again. Beside it, what
+reading past the page cache takes when each byte gets memory of its own, as those of a loaded checkpoint do.
 """
 
 import ctypes
@@ -91,55 +92,83 @@ def make_warm(files: Sequence[Path]) -> str:
 
 
 def read_direct(files: Sequence[Path]) -> int:
-    """Read ``files`` past the page cache, into memory that was touched before; return the bytes read.
+    """Read ``files`` past the page cache, into memory that is used again; return the bytes read.
 
     Raises
     ------
     CannotRun
         The file system knows no ``O_DIRECT``.
     """
+    return _read_all(files, _direct(files), touched_buffers())
+
+
+def read_plainly(files: Sequence[Path]) -> int:
+    """Read ``files`` through the page cache, into memory that is used again; return the bytes read."""
+    return _read_all(files, os.O_RDONLY, touched_buffers())
+
+
+def read_and_keep(files: Sequence[Path]) -> int:
+    """Read ``files`` past the page cache, each byte into memory of its own; return the bytes read.
+
+    What a loader has to do at least: new memory costs time too, on virtual machines more than the disk.
+
+    Raises
+    ------
+    CannotRun
+        The file system knows no ``O_DIRECT``.
+    """
+    flags = _direct(files)
+    kept = _buffer(sum(-(-path.stat().st_size // PIECE) * PIECE for path in files))
+    return _read_all(files, flags, [kept], keep=True)
+
+
+def _direct(files: Sequence[Path]) -> int:
     flags = os.O_RDONLY | os.O_DIRECT
     try:
         os.close(os.open(files[0], flags))
     except OSError as error:
         raise CannotRun(f"{files[0].parent} has no O_DIRECT: {error.strerror}") from None
-    return _read_all(files, flags)
-
-
-def read_plainly(files: Sequence[Path]) -> int:
-    """Read ``files`` through the page cache, into memory that is used again; return the bytes read."""
-    return _read_all(files, os.O_RDONLY)
+    return flags
 
 
 def touched_buffers() -> list[mmap.mmap]:
     """Return one aligned buffer for each thread, in huge pages if possible, with every page there already."""
-    buffers = [mmap.mmap(-1, PIECE, flags=mmap.MAP_PRIVATE) for _ in range(THREADS)]
+    buffers = [_buffer(PIECE) for _ in range(THREADS)]
     for buffer in buffers:
-        buffer.madvise(mmap.MADV_HUGEPAGE)
         buffer.write(b"\1" * PIECE)
     return buffers
 
 
-def _read_all(files: Sequence[Path], flags: int) -> int:
-    pieces = [(path, start) for path in files for start in range(0, path.stat().st_size, PIECE)]
+def _buffer(size: int) -> mmap.mmap:
+    buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
+    buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer
+
+
+def _read_all(files: Sequence[Path], flags: int, buffers: Sequence[mmap.mmap], *, keep: bool = False) -> int:
+    """Read in threads, into a buffer for each, or everything side by side into one that keeps it."""
+    starts = ((path, start) for path in files for start in range(0, path.stat().st_size, PIECE))
+    pieces = list(enumerate(starts))
     handles = {path: os.open(path, flags) for path in files}
     lock, counts, failures = threading.Lock(), [0], list[OSError]()
 
-    def work(buffer: mmap.mmap) -> None:
+    def work(buffer: memoryview) -> None:
         try:
             while True:
                 with lock:
                     if not pieces:
                         return
-                    path, start = pieces.pop(0)
-                count = os.preadv(handles[path], [buffer], start)
+                    number, (path, start) = pieces.pop(0)
+                at = number * PIECE if keep else 0
+                count = os.preadv(handles[path], [buffer[at : at + PIECE]], start)
                 with lock:
                     counts[0] += count
         except OSError as error:
             failures.append(error)
 
+    views = [memoryview(buffer) for buffer in buffers]
     try:
-        _in_threads(work, touched_buffers())
+        _in_threads(work, views * THREADS if keep else views)
     finally:
         for handle in handles.values():
             os.close(handle)
@@ -148,7 +177,7 @@ def _read_all(files: Sequence[Path], flags: int) -> int:
     return counts[0]
 
 
-def _in_threads(work: Callable[[mmap.mmap], None], buffers: Sequence[mmap.mmap]) -> None:
+def _in_threads(work: Callable[[memoryview], None], buffers: Sequence[memoryview]) -> None:
     threads = [threading.Thread(target=work, args=(buffer,)) for buffer in buffers]
     for thread in threads:
         thread.start()

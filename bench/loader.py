@@ -66,6 +66,7 @@ WORKS: dict[str, Work] = {
         {
             "disk: past the page cache": "disk_direct",
             "disk: plain reads": "disk_plain",
+            "disk: into memory for all of it": "disk_keep",
             "cold: loadstone": "resident_loadstone",
             "cold: safetensors load_file, touched": "resident_load_file",
             "cold: Run:ai streamer": "resident_runai",

@@ -153,6 +153,11 @@ def disk_plain(inputs: Inputs) -> Figures:
     return _raw(disk.read_plainly, inputs)
 
 
+def disk_keep(inputs: Inputs) -> Figures:
+    """Read the files past the page cache, each byte into memory of its own."""
+    return _raw(disk.read_and_keep, inputs)
+
+
 def _raw(read: Callable[[list[Path]], int], inputs: Inputs) -> Figures:
     shards = inputs.shards
     clock = Clock()
@@ -260,7 +265,7 @@ WAYS: dict[str, Callable[[Inputs], Figures]] = {
     work.__name__: work
     for work in (
         *(resident_loadstone, resident_load_file, resident_runai, resident_fastsafetensors),
-        *(resident_tensorizer, disk_direct, disk_plain),
+        *(resident_tensorizer, disk_direct, disk_plain, disk_keep),
         *(usable_loadstone, usable_safe_open, usable_load_file, many_loadstone, many_safe_open),
         *(layer_by_use, layer_by_prefetch, layer_safe_open),
     )

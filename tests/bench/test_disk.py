@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from loadstone.bench.disk import PIECE, make_cold, make_warm, read_direct, read_plainly, resident_bytes
+from loadstone.bench.disk import (
+    PIECE,
+    make_cold,
+    make_warm,
+    read_and_keep,
+    read_direct,
+    read_plainly,
+    resident_bytes,
+)
 from loadstone.bench.process import disk_read_bytes, proportional_bytes, status_bytes
 from loadstone.bench.runner import CannotRun
 from loadstone.errors import BenchError
@@ -55,6 +63,7 @@ def test_raw_reads_read_every_byte(files: list[Path]) -> None:
         pytest.skip(str(reason))
     assert disk_read_bytes() - before >= sum(SIZES)
     assert resident_bytes(files) == 0
+    assert read_and_keep(files) == sum(SIZES)
     assert read_plainly(files) == sum(SIZES)
     assert resident_bytes(files) == sum(SIZES)
 
