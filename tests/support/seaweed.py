@@ -7,7 +7,6 @@ goes through botocore's own client, never through the code under test.
 import contextlib
 import functools
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -115,6 +114,9 @@ def running() -> Iterator[Seaweed]:
         finally:
             process.kill()
             process.wait()
+            for port in (folder / "ports").read_text().split():
+                for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):  # it names them itself
+                    left.unlink(missing_ok=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -123,6 +125,7 @@ def _start(folder: Path) -> tuple[subprocess.Popen[bytes], int]:
     for _ in range(3):
         # Another process may take a port between the look and the start; then the next try finds others.
         ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
+        (folder / "ports").write_text(" ".join(map(str, ports.values())))
         process = _launch(folder, ports)
         if _ready(process, ports["s3.port"]):
             return process, ports["s3.port"]
@@ -156,7 +159,6 @@ def _launch(folder: Path, ports: dict[str, int]) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=folder,
-            env={**os.environ, "TMPDIR": str(folder)},  # for its sockets
             start_new_session=True,
         )
 
