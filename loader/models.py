@@ -137,12 +137,11 @@ def _load(
         model = direct.bound_model(model_class, config, checkpoint, options)
         if model is None:
             model = _converted_model(model_class, config, checkpoint, options, strict=strict)
-    model.requires_grad_(requires_grad=False)
     model.config.name_or_path = model.name_or_path = where
     if model.can_generate():
         model.generation_config = generation
-    modules.move(model, device)
-    modules.settle_before_fused_paths(model)
+    if str(device) != "cpu":  # where everything is already
+        modules.move(model, device)
     if wait:
         modules.wait_for(model)
     return model
@@ -153,6 +152,7 @@ def _converted_model(
 ) -> "PreTrainedModel":
     """Load the way transformers does, with its rules for names and formats, from tensors yet to arrive."""
     from loadstone.loader.deferred import finish  # noqa: PLC0415  imports torch
+    from loadstone.loader.modules import settle_before_fused_paths  # noqa: PLC0415  imports torch
 
     model: PreTrainedModel
     model, info = model_class.from_pretrained(
@@ -166,6 +166,8 @@ def _converted_model(
     )
     _check(info, type(model).__name__, checkpoint.name, strict)
     finish(model)
+    model.requires_grad_(requires_grad=False)
+    settle_before_fused_paths(model)
     return model
 
 

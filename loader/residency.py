@@ -58,6 +58,7 @@ _SPARSE = 4 * _SAMPLE  # between the samples of a whole file
 _MOST_SAMPLED = 1024 * _SPARSE  # of a larger file, only what is asked for is looked at
 _SCRATCH = 4 * 1024 * 1024
 _BUDGET = 0.8
+_PAUSE = 0.001  # seconds in which whoever asked can go on, before threads compete with it
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise  # called through ctypes: that lets other threads run
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -143,6 +144,7 @@ class Residency:
     def _lead(self) -> None:
         others = [self._thread(number, self._work) for number in range(1, min(THREADS, len(self._windows)))]
         started = []
+        self._cancelled.wait(_PAUSE)
         with contextlib.suppress(RuntimeError):  # no more threads are to be had: fewer will do
             for thread in others:
                 thread.start()
