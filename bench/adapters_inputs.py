@@ -75,8 +75,8 @@ FULL = Scale(
     registered=1000,
     mapped=200,
     cycles=200,
-    phases=10,
-    steps=60,
+    phases=30,
+    steps=20,
     batches=40,
 )
 SMALL = Scale(
