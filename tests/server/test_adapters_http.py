@@ -101,12 +101,26 @@ def test_while_an_adapter_is_swapped_every_answer_is_all_old_or_all_new(
     contents = [root / "a1", root / "a2"]
     allowed = {reference(base, PROMPT, folder) for folder in contents}
     service.load("moving", moving)
+    swapped = threading.Event()
+
+    def keep_asking() -> set[str]:
+        found = {service.say("moving", PROMPT)}
+        while not swapped.is_set():
+            found.add(service.say("moving", PROMPT))
+        return found
+
     with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(service.say, "moving", PROMPT) for _ in range(48)]
-        for turn in range(8):
-            _publish(contents[(turn + 1) % 2], moving)
-            assert service.load("moving", moving, load_inplace=True).status_code == 200
-    assert {answer.result() for answer in answers} == allowed
+        askers = [pool.submit(keep_asking) for _ in range(4)]
+        try:
+            seen = set()
+            for turn in range(8):
+                _publish(contents[(turn + 1) % 2], moving)
+                assert service.load("moving", moving, load_inplace=True).status_code == 200
+                seen.add(service.say("moving", PROMPT))
+        finally:
+            swapped.set()
+    assert seen == allowed
+    assert set().union(*(asker.result() for asker in askers)) <= allowed
 
 
 def test_all_that_is_known_is_listed(service: Service, root: Path) -> None:
