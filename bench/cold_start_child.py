@@ -1,7 +1,7 @@
 """One cold start, in a fresh process: ``cold_start_child WAY SPEC`` prints its figures as one JSON line.
 
-``SPEC`` is a JSON object: ``location``, ``files`` (names in the folder), ``options`` (fsspec storage options),
-``scratch`` (a folder of this run's own), ``prompt``, ``tokens``, and ``started`` (``time.monotonic`` of the
+``SPEC`` is a JSON object: ``location``, ``files`` (names in the folder), ``options`` (fsspec storage
+options), ``scratch`` (a folder of this run's own), ``prompt``, ``tokens``, and ``started`` (``time.monotonic`` of the
 moment before this process was started: the clock is one for all processes of a machine).
 """
 
@@ -68,7 +68,7 @@ def lazy(spec: Spec) -> dict[str, float]:
 
 
 def overlapped(spec: Spec) -> dict[str, float]:
-    """The same, while ``loadstone run`` has been fetching since before this process began."""
+    """Do the same, while ``loadstone run`` has been fetching since before this process began."""
     return lazy(spec)
 
 

@@ -72,17 +72,23 @@ def run_process(argv: Sequence[str], env: Mapping[str, str], timeout: float = 60
         It left with status 77 and the reason as its last line.
     """
     before = os.times()
-    done = subprocess.run(list(argv), env=dict(env), capture_output=True, text=True, timeout=timeout, check=False)
+    done = subprocess.run(
+        list(argv), env=dict(env), capture_output=True, text=True, timeout=timeout, check=False
+    )
     after = os.times()
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode == 77:
         raise CannotRun(last)
     if done.returncode != 0:
-        raise BenchError(f"{' '.join(argv[:4])} … ended with status {done.returncode}: {done.stderr.strip()[-2000:]}")
+        raise BenchError(
+            f"{' '.join(argv[:4])} … ended with status {done.returncode}: {done.stderr.strip()[-2000:]}"
+        )
     try:
         figures = json.loads(last)
     except ValueError:
-        raise BenchError(f"{' '.join(argv[:4])} … printed no figures; its last line is {last[:200]!r}") from None
+        raise BenchError(
+            f"{' '.join(argv[:4])} … printed no figures; its last line is {last[:200]!r}"
+        ) from None
     cpu = after.children_user - before.children_user + after.children_system - before.children_system
     return {**{name: float(value) for name, value in figures.items()}, "cpu_seconds": cpu}
 

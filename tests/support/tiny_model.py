@@ -25,6 +25,8 @@ def write_tiny_checkpoint(folder: Path, layers: int = 2, seed: int = 0) -> Path:
     for file, members in shards.items():
         save_file({name: tensors[name] for name in members}, folder / file, metadata={"format": "pt"})
     weight_map = {name: file for file, members in shards.items() for name in members}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     (folder / "config.json").write_text(json.dumps({"model_type": "tiny", "tie_word_embeddings": False}))
     return folder
