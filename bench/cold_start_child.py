@@ -1,8 +1,8 @@
 """One cold start, in a fresh process: ``cold_start_child WAY SPEC`` prints its figures as one JSON line.
 
 ``SPEC`` is a JSON object: ``location``, ``files`` (names in the folder), ``options`` (storage options),
-``scratch`` (a folder of this run's own), ``prompt``, and ``started`` (``time.monotonic`` of the moment before this process was
-started: the clock is one for all processes of a machine).
+``scratch`` (a folder of this run's own), ``prompt``, and ``started`` (``time.monotonic`` of the moment
+before this process was started: the clock is one for all processes of a machine).
 """
 
 import json
