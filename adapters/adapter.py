@@ -17,7 +17,7 @@ from loadstone.adapters.layout import FileUpdates
 from loadstone.adapters.updates import EmbeddingLowRank, ExpertsLowRank, LowRank, Replacement, Update
 from loadstone.errors import AdapterBaseError, AdapterFormatError
 from loadstone.loader.checkpoint import Checkpoint
-from loadstone.loader.local import LocalBlob
+from loadstone.loader.files.local import LocalBlob
 from loadstone.loader.source import Blob
 
 

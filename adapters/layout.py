@@ -25,8 +25,8 @@ from loadstone.adapters.config import AdapterConfig, canonical
 from loadstone.adapters.experts import Experts
 from loadstone.adapters.updates import Update, over
 from loadstone.loader.checkpoint import Checkpoint
-from loadstone.loader.header import TensorInfo
-from loadstone.loader.views import is_aligned, torch_dtype, view
+from loadstone.loader.format.header import TensorInfo
+from loadstone.loader.tensors.views import is_aligned, torch_dtype, view
 
 _MOST = 64
 """Most layouts remembered of one base: each is about as large as one adapter's objects."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from loadstone.loader.local import Identity
+from loadstone.loader.files.local import Identity
 from loadstone.loader.source import Blob
 
 _MOST = 16_384

@@ -20,7 +20,7 @@ from loadstone.adapters.adapter import Adapter
 from loadstone.adapters.base import BaseIndex, index_of
 from loadstone.errors import AdapterBaseError, AdapterUnsupportedError, LocationError, NotFoundError
 from loadstone.loader.checkpoint import Checkpoint
-from loadstone.loader.header import TensorInfo
+from loadstone.loader.format.header import TensorInfo
 
 _INDEX = "model.safetensors.index.json"
 _MERGEABLE = frozenset({"F64", "F32", "F16", "BF16"})

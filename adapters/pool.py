@@ -34,8 +34,8 @@ from loadstone.errors import (
     ChangedError,
     LoadstoneError,
 )
-from loadstone.loader import memory
 from loadstone.loader.checkpoint import Checkpoint
+from loadstone.loader.files import memory
 from loadstone.settings import Settings
 
 _Statuses = list[AdapterStatus]

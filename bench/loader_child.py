@@ -76,7 +76,12 @@ def need(*modules: str) -> list[Any]:
 
 def _opener() -> Callable[[Path], Any]:
     """Import all of loadstone that loading a local checkpoint uses, and return what opens one."""
-    need(*(f"loadstone.loader.{name}" for name in ("reading", "residency", "local", "opening")))
+    need(
+        *(
+            f"loadstone.loader.{name}"
+            for name in ("tensors.reading", "files.residency", "files.local", "opening")
+        )
+    )
     checkpoint = need("loadstone.loader.checkpoint")[0]
     opener: Callable[[Path], Any] = checkpoint.open_checkpoint
     return opener

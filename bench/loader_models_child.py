@@ -47,7 +47,7 @@ def _prepare() -> None:
     need(
         *(
             f"loadstone.loader.{name}"
-            for name in ("models", "architectures", "direct", "reading", "residency")
+            for name in ("modules.load", "modules.architectures", "modules.direct", "tensors.reading")
         )
     )
     (logging,) = need("transformers.utils.logging")

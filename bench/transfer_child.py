@@ -104,7 +104,12 @@ class Clock:
 
 def _opener() -> Callable[[str], Any]:
     """Import what opening a checkpoint in S3 imports, and return what opens one."""
-    need(*(f"loadstone.loader.{name}" for name in ("opening", "cache", "remote", "s3", "signing")))
+    need(
+        *(
+            f"loadstone.loader.{name}"
+            for name in ("opening", "node.cache", "node.remote", "stores.s3", "stores.signing")
+        )
+    )
     need("botocore.auth", "botocore.credentials")
     (checkpoint,) = need("loadstone.loader.checkpoint")
     opener: Callable[[str], Any] = checkpoint.open_checkpoint
@@ -116,7 +121,7 @@ def _opener() -> Callable[[str], Any]:
 
 def tensors_loadstone(spec: Spec) -> Figures:
     """Open, prefetch everything, and have every tensor."""
-    need("torch", "loadstone.loader.reading", "loadstone.loader.views")
+    need("torch", "loadstone.loader.tensors.reading", "loadstone.loader.tensors.views")
     opener = _opener()
     clock = Clock()
     with opener(spec.location) as checkpoint:

@@ -16,23 +16,24 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from loadstone.errors import ClosedError, LoadstoneWarning, NotFoundError
-from loadstone.loader import opening, selection, stream
-from loadstone.loader.header import TensorInfo
+from loadstone.loader import opening
+from loadstone.loader.format.header import TensorInfo
+from loadstone.loader.layout.manifest import Manifest
+from loadstone.loader.layout.verify import VerifyReport, verify_files
 from loadstone.loader.locations import check_name
-from loadstone.loader.manifest import Manifest
 from loadstone.loader.order import fetch_order
 from loadstone.loader.ranges import ByteRange, coalesce
 from loadstone.loader.source import Prefetch, Source, Span
-from loadstone.loader.stats import Stats
-from loadstone.loader.verify import VerifyReport, verify_files
+from loadstone.loader.tensors import selection, stream
+from loadstone.loader.tensors.stats import Stats
 from loadstone.settings import Settings
 
 if TYPE_CHECKING:
     import torch
 
-    from loadstone.loader.modules import BindReport
-    from loadstone.loader.reading import Reader
-    from loadstone.loader.tensor_slice import TensorSlice
+    from loadstone.loader.modules.bind import BindReport
+    from loadstone.loader.tensors.reading import Reader
+    from loadstone.loader.tensors.tensor_slice import TensorSlice
 
 Default = TypeVar("Default")
 Patterns = str | Iterable[str] | None
@@ -300,7 +301,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         pairs = stream.stream(self, self.match(patterns), order, copy=copy)
         if device == "cpu":
             return pairs
-        from loadstone.loader.device import to_device  # noqa: PLC0415  imports torch
+        from loadstone.loader.tensors.device import to_device  # noqa: PLC0415  imports torch
 
         return to_device(pairs, device)
 
@@ -354,8 +355,8 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         return verify_files(self.source, self._opened.blobs, manifest, self.name)
 
     def bind(self, module: "torch.nn.Module", **options: Any) -> "BindReport":
-        """Make a module's parameters views of this checkpoint; see `loadstone.loader.modules.bind`."""
-        from loadstone.loader.modules import bind  # noqa: PLC0415  imports torch
+        """Make a module's parameters views of this checkpoint; see `loadstone.loader.modules.bind.bind`."""
+        from loadstone.loader.modules.bind import bind  # noqa: PLC0415  imports torch
 
         return bind(module, self, **options)
 
@@ -374,7 +375,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
 
     @property
     def _reader(self) -> "Reader":
-        from loadstone.loader.reading import Reader  # noqa: PLC0415  imports torch, which opening must not
+        from loadstone.loader.tensors.reading import Reader  # noqa: PLC0415  imports torch, which opening must not
 
         return Reader(self._opened.blobs, self._ensure, self._copy, self._copied)
 

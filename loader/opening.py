@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from loadstone.errors import AccessError, FormatError, LoadstoneError, NotFoundError
-from loadstone.loader import index
-from loadstone.loader.header import Header, TensorInfo, header_length, parse_header
-from loadstone.loader.local import LocalSource, resolve_folder
+from loadstone.loader.files.local import LocalSource, resolve_folder
+from loadstone.loader.format.header import Header, TensorInfo, header_length, parse_header
+from loadstone.loader.layout import index
+from loadstone.loader.layout.manifest import MANIFEST, Manifest, parse_manifest
 from loadstone.loader.locations import Location, parse_location
-from loadstone.loader.manifest import MANIFEST, Manifest, parse_manifest
 from loadstone.loader.ranges import ByteRange
 from loadstone.loader.source import Blob, Source, Span
 from loadstone.settings import Settings
@@ -78,8 +78,8 @@ def open_source(
     place = parse_location(location)
     if place.is_local:
         return _open_local(place)
-    from loadstone.loader.cache import NodeCache  # noqa: PLC0415  local files need none of it
-    from loadstone.loader.remote import open_remote  # noqa: PLC0415
+    from loadstone.loader.node.cache import NodeCache  # noqa: PLC0415  local files need none of it
+    from loadstone.loader.node.remote import open_remote  # noqa: PLC0415
 
     folder, file = place, None
     if place.path.endswith((".safetensors", ".json")):

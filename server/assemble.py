@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from loadstone.adapters.pool import AdapterPool
 from loadstone.errors import FormatError, NotFoundError
 from loadstone.loader.checkpoint import Checkpoint
-from loadstone.loader.models import load_model
+from loadstone.loader.modules.load import load_model
 from loadstone.server.generate import Answer, Decoder
 from loadstone.server.text import Text
 from loadstone.server.work import AnswerPlan, ModelFacts, Sampling

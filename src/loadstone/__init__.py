@@ -8,7 +8,7 @@ from loadstone.settings import Settings
 if TYPE_CHECKING:
     from loadstone.loader.checkpoint import Checkpoint
     from loadstone.loader.checkpoint import open_checkpoint as open  # noqa: A004  the name people call
-    from loadstone.loader.models import load_model
+    from loadstone.loader.modules.load import load_model
 
 __version__ = "0.1.0"
 __all__ = ["Checkpoint", "LoadstoneError", "Settings", "__version__", "load_model", "open"]
@@ -16,7 +16,7 @@ __all__ = ["Checkpoint", "LoadstoneError", "Settings", "__version__", "load_mode
 # Resolved on first use: `import loadstone` must cost milliseconds, and never torch.
 _LAZY = {
     "Checkpoint": ("loadstone.loader.checkpoint", "Checkpoint"),
-    "load_model": ("loadstone.loader.models", "load_model"),
+    "load_model": ("loadstone.loader.modules.load", "load_model"),
     "open": ("loadstone.loader.checkpoint", "open_checkpoint"),
 }
 

@@ -20,7 +20,7 @@ from loadstone.adapters.attach import Attacher
 from loadstone.adapters.pool import AdapterPool
 from loadstone.adapters.updates import EmbeddingLowRank, LowRank, Replacement, TokenRows, Update
 from loadstone.errors import AdapterBaseError, AdapterError, AdapterUnsupportedError
-from loadstone.loader.models import load_model
+from loadstone.loader.modules.load import load_model
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"target_modules": ["q_proj", "down_proj"]},

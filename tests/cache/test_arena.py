@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from loadstone.errors import CacheError
-from loadstone.loader.arena import Arena, adopt
-from loadstone.loader.blob import StoredBlob
-from loadstone.loader.cache import NodeCache
+from loadstone.loader.node.arena import Arena, adopt
+from loadstone.loader.node.blob import StoredBlob
+from loadstone.loader.node.cache import NodeCache
 from loadstone.loader.ranges import BLOCK, ByteRange
-from loadstone.loader.stores import Version
+from loadstone.loader.stores.store import Version
 from loadstone.settings import Settings
 
 DATA = random.Random(5).randbytes(5 * BLOCK + 17)
@@ -93,9 +93,9 @@ def test_a_descriptor_closed_by_others_does_no_harm(tmp_path: Path) -> None:
 
 HANDED_OVER = """
 import sys
-from loadstone.loader.cache import NodeCache
+from loadstone.loader.node.cache import NodeCache
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.stores import Version
+from loadstone.loader.stores.store import Version
 from loadstone.settings import Settings
 cache = NodeCache(Settings.from_env())
 version = cache.ref("a")

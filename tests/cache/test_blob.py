@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from loadstone.errors import TransferError
-from loadstone.loader import blobfolder
-from loadstone.loader.blob import StoredBlob
-from loadstone.loader.claims import Claim
-from loadstone.loader.locks import close_own
-from loadstone.loader.places import FolderPlace
+from loadstone.loader.node import blobfolder
+from loadstone.loader.node.blob import StoredBlob
+from loadstone.loader.node.claims import Claim
+from loadstone.loader.node.locks import close_own
+from loadstone.loader.node.places import FolderPlace
+from loadstone.loader.node.whole import WholeBlob
 from loadstone.loader.ranges import BLOCK, ByteRange, block_count
-from loadstone.loader.whole import WholeBlob
 
 BLOCKS = 9
 SIZE = (BLOCKS - 1) * BLOCK + 1234

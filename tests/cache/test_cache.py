@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from loadstone.loader import blobfolder, locks, notices
-from loadstone.loader.blob import StoredBlob
-from loadstone.loader.cache import NodeCache
-from loadstone.loader.leases import Leases
-from loadstone.loader.locks import close_own, open_own
+from loadstone.loader.node import blobfolder, locks, notices
+from loadstone.loader.node.blob import StoredBlob
+from loadstone.loader.node.cache import NodeCache
+from loadstone.loader.node.leases import Leases
+from loadstone.loader.node.locks import close_own, open_own
+from loadstone.loader.node.sealing import Sealer
 from loadstone.loader.ranges import BLOCK, ByteRange
-from loadstone.loader.sealing import Sealer
-from loadstone.loader.stores import Version
+from loadstone.loader.stores.store import Version
 from loadstone.settings import Settings
 
 DATA = random.Random(3).randbytes(10 * BLOCK)
@@ -336,8 +336,8 @@ def test_users_are_known_by_pid_and_forgotten_at_death(tmp_path: Path) -> None:
     leases = leases_at(tmp_path / "leases")
     key = "ab" * 32
     program = (
-        "import sys\nfrom loadstone.loader.leases import Leases\n"
-        "from loadstone.loader.locks import close_own, open_own\n"
+        "import sys\nfrom loadstone.loader.node.leases import Leases\n"
+        "from loadstone.loader.node.locks import close_own, open_own\n"
         "leases = Leases(lambda: open_own(sys.argv[1], 66)); assert leases.take(sys.argv[2], 1)\n"
         "leases.begin_demand(); print('ready', flush=True); sys.stdin.read()"
     )
@@ -386,8 +386,8 @@ def test_leases_end_in_finalisers_whatever_their_thread_is_doing(tmp_path: Path)
 def test_a_child_holds_leases_of_its_own(tmp_path: Path) -> None:
     program = """
 import os, pathlib, sys, time
-from loadstone.loader.leases import Leases
-from loadstone.loader.locks import close_own, open_own
+from loadstone.loader.node.leases import Leases
+from loadstone.loader.node.locks import close_own, open_own
 path, key = lambda: open_own(sys.argv[1], os.O_RDWR | os.O_CREAT), "ab" * 32
 leases = Leases(path)
 assert leases.take(key, 1)

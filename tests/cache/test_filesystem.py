@@ -3,10 +3,10 @@
 import os
 from pathlib import Path
 
-from loadstone.loader import blobfolder
-from loadstone.loader.blob import StoredBlob
-from loadstone.loader.filesystem import filesystem_type, reserve
-from loadstone.loader.places import FolderPlace
+from loadstone.loader.node import blobfolder
+from loadstone.loader.node.blob import StoredBlob
+from loadstone.loader.node.filesystem import filesystem_type, reserve
+from loadstone.loader.node.places import FolderPlace
 from loadstone.loader.ranges import BLOCK, ByteRange
 
 EXT4 = 0xEF53

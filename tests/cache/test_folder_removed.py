@@ -9,14 +9,14 @@ from tests.support.faulty_server import FaultyServer
 
 from loadstone.errors import FormatError
 from loadstone.fileserver import FileServer
-from loadstone.loader.cache import NodeCache
-from loadstone.loader.leases import Leases
 from loadstone.loader.locations import parse_location
-from loadstone.loader.locks import open_own
+from loadstone.loader.node.cache import NodeCache
+from loadstone.loader.node.leases import Leases
+from loadstone.loader.node.locks import open_own
+from loadstone.loader.node.remote import RemoteSource, open_remote
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.remote import RemoteSource, open_remote
 from loadstone.loader.source import Blob
-from loadstone.loader.stores import Version
+from loadstone.loader.stores.store import Version
 from loadstone.settings import Settings
 
 DATA = bytes(range(256)) * 2048

@@ -12,9 +12,9 @@ FEW_DESCRIPTORS = """
 import random, resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 from pathlib import Path
-from loadstone.loader.cache import NodeCache
+from loadstone.loader.node.cache import NodeCache
 from loadstone.loader.ranges import BLOCK, ByteRange
-from loadstone.loader.remote import RemoteSource
+from loadstone.loader.node.remote import RemoteSource
 from loadstone.loader.source import Span
 from loadstone.settings import Settings
 from tests.support.fake_store import FakeStore
@@ -43,9 +43,9 @@ def test_two_hundred_shards_under_sixty_four_descriptors(tmp_path: Path, kept: s
 
 MAKING_WAY = """
 import os, random, sys, time
-from loadstone.loader.cache import NodeCache
+from loadstone.loader.node.cache import NodeCache
 from loadstone.loader.ranges import BLOCK, ByteRange
-from loadstone.loader.remote import RemoteSource
+from loadstone.loader.node.remote import RemoteSource
 from loadstone.loader.source import Span
 from loadstone.settings import Settings
 from tests.support.fake_store import FakeStore

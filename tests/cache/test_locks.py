@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadstone.errors import CacheError
-from loadstone.loader.locks import close_own, conflict, open_own, pauses, try_lock, unlock
+from loadstone.loader.node.locks import close_own, conflict, open_own, pauses, try_lock, unlock
 from loadstone.loader.ranges import ByteRange
 
 
@@ -51,7 +51,7 @@ def test_shared_locks_go_together(path: Path) -> None:
 def test_a_forked_child_neither_keeps_nor_drops_a_lock(path: Path) -> None:
     program = """
 import os, sys
-from loadstone.loader.locks import close_own, open_own, try_lock
+from loadstone.loader.node.locks import close_own, open_own, try_lock
 held = open_own(sys.argv[1])
 assert try_lock(held, 0, 10)
 child_is_up, parent_let_go = os.pipe(), os.pipe()

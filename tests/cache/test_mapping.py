@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadstone.errors import CacheError
-from loadstone.loader.mapping import map_private
+from loadstone.loader.files.mapping import map_private
 
 
 def _descriptors() -> int:

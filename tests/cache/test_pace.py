@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from loadstone.loader.pace import START, Bandwidth, Pace
+from loadstone.loader.node.pace import START, Bandwidth, Pace
 
 
 class Clock:

@@ -18,9 +18,9 @@ from loadstone.errors import (
     StalledError,
     TransferError,
 )
-from loadstone.loader.cache import NodeCache
+from loadstone.loader.node.cache import NodeCache
+from loadstone.loader.node.remote import RemoteBlob, RemoteSource
 from loadstone.loader.ranges import BLOCK, ByteRange
-from loadstone.loader.remote import RemoteBlob, RemoteSource
 from loadstone.loader.source import Span
 from loadstone.settings import Settings
 

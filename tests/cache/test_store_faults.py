@@ -9,10 +9,10 @@ from tests.support.faulty_server import Fault, FaultyServer, tag_of
 from tests.support.seaweed import Seaweed
 
 from loadstone.errors import ChangedError, LoadstoneError
-from loadstone.loader.cache import NodeCache
 from loadstone.loader.locations import parse_location
+from loadstone.loader.node.cache import NodeCache
+from loadstone.loader.node.remote import RemoteBlob, open_remote
 from loadstone.loader.ranges import BLOCK, ByteRange
-from loadstone.loader.remote import RemoteBlob, open_remote
 from loadstone.loader.source import Span
 from loadstone.settings import Settings
 

@@ -9,8 +9,9 @@ from tests.support.checkpoints import BITS, model_tensors, write_file, write_sha
 
 import loadstone
 from loadstone.errors import SettingsError
-from loadstone.loader import device, safe_open
-from loadstone.loader.device import DeviceWriter, parse_device, to_device
+from loadstone.loader import safe_open
+from loadstone.loader.tensors import device
+from loadstone.loader.tensors.device import DeviceWriter, parse_device, to_device
 
 gpu = pytest.mark.gpu
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

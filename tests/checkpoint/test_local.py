@@ -27,7 +27,7 @@ from loadstone.errors import (
     NotFoundError,
 )
 from loadstone.loader.checkpoint import Checkpoint
-from loadstone.loader.local import LocalBlob
+from loadstone.loader.files.local import LocalBlob
 from loadstone.loader.ranges import ByteRange
 
 MIB = 1024 * 1024

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from loadstone.loader import memory
+from loadstone.loader.files import memory
 
 GIB = 1024**3
 MEMINFO = (

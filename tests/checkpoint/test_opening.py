@@ -9,7 +9,7 @@ from tests.support.checkpoints import model_tensors, write_sharded
 
 from loadstone.errors import AccessError, LoadstoneError, NotFoundError
 from loadstone.loader.checkpoint import Checkpoint
-from loadstone.loader.local import LocalSource
+from loadstone.loader.files.local import LocalSource
 from loadstone.loader.opening import INDEX, read_checkpoint
 from loadstone.loader.source import Blob
 

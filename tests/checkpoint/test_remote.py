@@ -15,7 +15,7 @@ from tests.support.seaweed import BUCKET, Seaweed
 import loadstone
 from loadstone.errors import ChangedError, IntegrityError, LoadstoneError, NotFoundError
 from loadstone.fileserver import FileServer
-from loadstone.loader.manifest import FileRecord, Manifest
+from loadstone.loader.layout.manifest import FileRecord, Manifest
 from loadstone.loader.ranges import BLOCK
 from loadstone.settings import Settings
 

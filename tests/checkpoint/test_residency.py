@@ -12,10 +12,10 @@ from tests.support.pages import drop, resident
 
 import loadstone
 from loadstone.errors import ChangedError
-from loadstone.loader import local, memory, residency
-from loadstone.loader.local import LocalBlob, LocalSource
+from loadstone.loader.files import local, memory, residency
+from loadstone.loader.files.local import LocalBlob, LocalSource
+from loadstone.loader.files.residency import Residency, Window
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.residency import Residency, Window
 from loadstone.loader.source import Span
 
 MIB = 1024 * 1024

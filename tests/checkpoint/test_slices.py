@@ -15,9 +15,9 @@ from tests.support.checkpoints import BITS, minilm, write_file
 
 import loadstone
 from loadstone.errors import LoadstoneError, SliceError
-from loadstone.loader import slices
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.slices import plan
+from loadstone.loader.tensors import slices
+from loadstone.loader.tensors.slices import plan
 
 BLOCK = 64 * 1024
 

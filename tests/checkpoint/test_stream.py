@@ -11,12 +11,12 @@ from tests.support.checkpoints import model_tensors, write_sharded
 import loadstone
 from loadstone.errors import LoadstoneError, SettingsError, StalledError, TensorNotFoundError, TransferError
 from loadstone.loader.checkpoint import Checkpoint
-from loadstone.loader.header import TensorInfo
-from loadstone.loader.local import LocalSource
+from loadstone.loader.files.local import LocalSource
+from loadstone.loader.format.header import TensorInfo
 from loadstone.loader.opening import read_checkpoint
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.selection import join_neighbours
 from loadstone.loader.source import Blob, Prefetch, Progress, Span
+from loadstone.loader.tensors.selection import join_neighbours
 
 
 class Arrivals:

@@ -9,7 +9,7 @@ from tests.support.checkpoints import model_tensors, write_sharded
 
 import loadstone
 from loadstone.errors import FormatError, IntegrityError, LoadstoneError, LocationError
-from loadstone.loader.manifest import FileRecord, Manifest, parse_manifest
+from loadstone.loader.layout.manifest import FileRecord, Manifest, parse_manifest
 from loadstone.settings import Settings
 
 

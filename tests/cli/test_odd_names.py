@@ -11,8 +11,8 @@ from tests.support.tiny_model import write_tiny_checkpoint
 
 from loadstone.cli import main
 from loadstone.errors import SettingsError
-from loadstone.loader.cache import NodeCache
-from loadstone.loader.stores import Version
+from loadstone.loader.node.cache import NodeCache
+from loadstone.loader.stores.store import Version
 from loadstone.settings import Settings, parse_size
 
 

@@ -15,7 +15,7 @@ from tests.support.reference import Content, reference_content
 from tests.support.safetensors_files import BITS, entries, random_tensors, raw_file
 
 from loadstone.errors import HeaderError, TruncatedError
-from loadstone.loader.header import parse_header
+from loadstone.loader.format.header import parse_header
 
 SEEDS = 40
 FILES_A_SEED = 100

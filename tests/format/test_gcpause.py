@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from loadstone.loader.gcpause import SMALL, paused_gc
+from loadstone.loader.format.gcpause import SMALL, paused_gc
 
 
 @pytest.fixture(autouse=True)

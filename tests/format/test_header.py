@@ -21,8 +21,8 @@ from tests.support.safetensors_files import (
 )
 
 from loadstone.errors import FormatError, HeaderError, LoadstoneError, TruncatedError
-from loadstone.loader.dtypes import BITS
-from loadstone.loader.header import HEADER_LIMIT, Header, TensorInfo, header_length, parse_header
+from loadstone.loader.format.dtypes import BITS
+from loadstone.loader.format.header import HEADER_LIMIT, Header, TensorInfo, header_length, parse_header
 from loadstone.loader.ranges import ByteRange
 
 # The reference reads these files, the format's text and this project do not.

@@ -7,7 +7,7 @@ from tests.support.memory_folder import Folder, weights
 from tests.support.safetensors_files import LFS_POINTER, index_json
 
 from loadstone.errors import FormatError, IndexFileError, LoadstoneError, LocationError, NotFoundError
-from loadstone.loader.index import Layout, choose_layout, join
+from loadstone.loader.layout.index import Layout, choose_layout, join
 
 INDEX = "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

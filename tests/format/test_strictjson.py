@@ -7,12 +7,12 @@ import time
 import pytest
 
 from loadstone.errors import HeaderError
-from loadstone.loader.strictjson import DEPTH_LIMIT, Repeated, parse_json, unreadable
+from loadstone.loader.format.strictjson import DEPTH_LIMIT, Repeated, parse_json, unreadable
 
 RAISED_LIMIT = """
 import sys
 from loadstone.errors import HeaderError
-from loadstone.loader.strictjson import parse_json
+from loadstone.loader.format.strictjson import parse_json
 sys.setrecursionlimit(10**7)
 sys.set_int_max_str_digits(0)
 for text in ("[" * 500_000, '{"a":' * 500_000, "[0," * 500_000, '["]",' * 500_000, "9" * 2_000_000):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loadstone.loader.index import tied
+from loadstone.loader.layout.index import tied
 
 LLAMA = ["model.embed_tokens.weight", "model.norm.weight"]
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from loadstone.errors import BindError, StalledError
 from loadstone.loader.checkpoint import Checkpoint, open_checkpoint
-from loadstone.loader.modules import bind, pending_tensors, wait_for
+from loadstone.loader.modules.bind import bind, pending_tensors, wait_for
 
 X = torch.linspace(-1, 1, 2 * 5 * 16).view(2, 5, 16)
 

@@ -15,8 +15,8 @@ from tests.support.gated_source import Gate, open_gated
 from tests.support.tiny_models import IDS, TINY, usual
 
 from loadstone.errors import TransferError
-from loadstone.loader.models import load_model
-from loadstone.loader.modules import pending_tensors, wait_for
+from loadstone.loader.modules.bind import pending_tensors, wait_for
+from loadstone.loader.modules.load import load_model
 
 
 def run_late(gate: Gate, use: Callable[[], Any]) -> Any:

@@ -23,10 +23,10 @@ from transformers.utils import logging
 import loadstone
 from loadstone.errors import BindError, FormatError, LoadstoneError, NotFoundError
 from loadstone.fileserver import FileServer, Hook
-from loadstone.loader import direct
 from loadstone.loader.checkpoint import open_checkpoint
-from loadstone.loader.models import checkpoint_of, load_model
-from loadstone.loader.modules import pending_tensors
+from loadstone.loader.modules import direct
+from loadstone.loader.modules.bind import pending_tensors
+from loadstone.loader.modules.load import checkpoint_of, load_model
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -349,7 +349,7 @@ def test_a_model_from_a_server_is_there_before_its_bytes(saved: Saved, name: str
 def test_the_public_name_is_the_same_function_and_imports_little() -> None:
     assert loadstone.load_model is load_model
     code = (
-        "import sys, loadstone.loader.models; "
+        "import sys, loadstone.loader.modules.load; "
         "sys.exit(1 if {'torch', 'transformers'} & set(sys.modules) else 0)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

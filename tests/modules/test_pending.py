@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from loadstone.errors import TransferError
-from loadstone.loader.pending import (
+from loadstone.loader.modules.pending import (
     Arrival,
     Pending,
     PendingBuffer,

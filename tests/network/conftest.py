@@ -14,9 +14,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.support.seaweed import BUCKET, Seaweed
 
 from loadstone.fileserver import FileServer
-from loadstone.loader import backoff, connections
 from loadstone.loader.locations import parse_location
-from loadstone.loader.stores import Store, open_store
+from loadstone.loader.stores import backoff, connections
+from loadstone.loader.stores.store import Store, open_store
 from loadstone.settings import Settings
 
 _FOLDERS = itertools.count()

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadstone.errors import LoadstoneError, TransferError
-from loadstone.loader import backoff
-from loadstone.loader.answers import (
+from loadstone.loader.ranges import ByteRange
+from loadstone.loader.stores import backoff
+from loadstone.loader.stores.answers import (
     check_part,
     content_length,
     content_range,
@@ -20,9 +21,8 @@ from loadstone.loader.answers import (
     strong_tag,
     xml_text,
 )
-from loadstone.loader.backoff import Manners, MisanswerError, TemporaryError, Work
-from loadstone.loader.ranges import ByteRange
-from loadstone.loader.stores import OpenGate, Version
+from loadstone.loader.stores.backoff import Manners, MisanswerError, TemporaryError, Work
+from loadstone.loader.stores.store import OpenGate, Version
 
 GATE = OpenGate()
 

@@ -22,11 +22,11 @@ from loadstone.errors import (
     StalledError,
     TransferError,
 )
-from loadstone.loader import exchange
-from loadstone.loader.exchange import Pool, Request
 from loadstone.loader.locations import parse_location
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.stores import OpenGate, Store, Version, open_store
+from loadstone.loader.stores import exchange
+from loadstone.loader.stores.exchange import Pool, Request
+from loadstone.loader.stores.store import OpenGate, Store, Version, open_store
 from loadstone.settings import Settings
 
 DATA = bytes(range(256)) * 4000
@@ -186,7 +186,7 @@ def test_a_gate_ends_a_transfer_that_waits(fault: Fault, settings: Settings) -> 
 def test_refused_connections_end_sooner_than_the_whole_patience(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loadstone.loader.backoff._CONNECT_PATIENCE", 0.3)
+    monkeypatch.setattr("loadstone.loader.stores.backoff._CONNECT_PATIENCE", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with pytest.raises(TransferError, match=rf"no connection to 127.0.0.1:{port}: Connection refused"):

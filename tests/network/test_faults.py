@@ -17,7 +17,7 @@ from loadstone.errors import (
     TransferError,
 )
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.stores import OpenGate, Version
+from loadstone.loader.stores.store import OpenGate, Version
 from loadstone.settings import Settings
 
 SIZE = 400_000

@@ -20,7 +20,7 @@ from loadstone.errors import (
 )
 from loadstone.loader.locations import parse_location
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.stores import CHUNK, OpenGate, Store, Version, open_store
+from loadstone.loader.stores.store import CHUNK, OpenGate, Store, Version, open_store
 from loadstone.settings import Settings
 
 GATE = OpenGate()
@@ -175,7 +175,7 @@ def test_a_closed_store_reads_nothing(store: Store) -> None:
 
 
 def test_each_thread_has_its_own_file_system(store: Store) -> None:
-    from loadstone.loader.fsreads import FileSystems
+    from loadstone.loader.stores.fsreads import FileSystems
 
     systems = FileSystems(parse_location("flaky://base"), {})
     mine, theirs = systems.get(), []

@@ -11,7 +11,7 @@ _HEAVY = ("aiobotocore", "aiohttp", "boto3", "fsspec", "numpy", "requests", "s3f
 _SCRIPT = """
 import sys
 from loadstone.loader.locations import parse_location
-from loadstone.loader.stores import OpenGate, open_store
+from loadstone.loader.stores.store import OpenGate, open_store
 from loadstone.settings import Settings
 store = open_store(parse_location(sys.argv[1]), None, Settings())
 assert store.transport.probe(store.object("m"), 10, None, OpenGate()).data == b"x" * 10

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from loadstone.errors import LoadstoneError, LocationError, TransferError
 from loadstone.loader.locations import parse_location, redact
-from loadstone.loader.stores import OpenGate, open_store
+from loadstone.loader.stores.store import OpenGate, open_store
 from loadstone.settings import Settings
 
 

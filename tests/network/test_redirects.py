@@ -11,13 +11,13 @@ from tests.support.faulty_server import Fault, FaultyServer, Seen, always, tag_o
 from tests.support.fetching import fetch, store_of
 
 from loadstone.errors import LoadstoneError, TransferError
-from loadstone.loader.access import HttpObject
-from loadstone.loader.exchange import Pool
 from loadstone.loader.locations import parse_location
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.signed import SignedAccess
-from loadstone.loader.stores import OpenGate, Version, open_store
-from loadstone.loader.transfer import HttpTransport
+from loadstone.loader.stores.access import HttpObject
+from loadstone.loader.stores.exchange import Pool
+from loadstone.loader.stores.signed import SignedAccess
+from loadstone.loader.stores.store import OpenGate, Version, open_store
+from loadstone.loader.stores.transfer import HttpTransport
 from loadstone.settings import Settings
 
 DATA = random.Random(9).randbytes(50_000)

@@ -15,9 +15,9 @@ from tests.support.seaweed import ACCESS_KEY, BUCKET, PUBLIC_BUCKET, SECRET_KEY,
 
 from loadstone.errors import AccessError, LoadstoneError, NotFoundError, SettingsError, TransferError
 from loadstone.loader.locations import parse_location
-from loadstone.loader.s3 import S3Access
-from loadstone.loader.signing import S3Options
-from loadstone.loader.stores import OpenGate, Store, open_store
+from loadstone.loader.stores.s3 import S3Access
+from loadstone.loader.stores.signing import S3Options
+from loadstone.loader.stores.store import OpenGate, Store, open_store
 from loadstone.settings import Settings
 
 GATE = OpenGate()

@@ -8,7 +8,7 @@ from tests.network.conftest import Backend
 
 from loadstone.errors import ChangedError, LocationError, NotFoundError
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.stores import CHUNK, OpenGate, Version
+from loadstone.loader.stores.store import CHUNK, OpenGate, Version
 
 GATE = OpenGate()
 SIZE = 3 * CHUNK + 12_345

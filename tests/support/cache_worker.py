@@ -18,10 +18,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from loadstone.loader.cache import NodeCache
 from loadstone.loader.locations import parse_location
+from loadstone.loader.node.cache import NodeCache
+from loadstone.loader.node.remote import RemoteBlob, RemoteSource, open_remote
 from loadstone.loader.ranges import BLOCK, ByteRange
-from loadstone.loader.remote import RemoteBlob, RemoteSource, open_remote
 from loadstone.loader.source import Span
 from loadstone.settings import Settings
 

@@ -1,6 +1,6 @@
 """A store in memory whose every byte is counted, and which can be told to misbehave.
 
-It keeps to the protocols of `loadstone.loader.stores`; only the network is missing.
+It keeps to the protocols of `loadstone.loader.stores.store`; only the network is missing.
 """
 
 import threading
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from loadstone.errors import ChangedError, NotFoundError
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.stores import Gate, Probe, RemoteObject, Sink, Version
+from loadstone.loader.stores.store import Gate, Probe, RemoteObject, Sink, Version
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from loadstone.loader.locations import parse_location
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.stores import CHUNK, Gate, OpenGate, Store, Version, open_store
+from loadstone.loader.stores.store import CHUNK, Gate, OpenGate, Store, Version, open_store
 from loadstone.settings import Settings
 from tests.support.faulty_server import FaultyServer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from loadstone.errors import LoadstoneError, StalledError
 from loadstone.loader.checkpoint import Checkpoint
-from loadstone.loader.local import LocalSource
+from loadstone.loader.files.local import LocalSource
 from loadstone.loader.opening import read_checkpoint
 from loadstone.loader.ranges import ByteRange
 from loadstone.loader.source import Blob, Prefetch, Progress, Span

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from random import Random
 
-from loadstone.loader.header import Header, TensorInfo, parse_header
-from loadstone.loader.index import Layout, choose_layout, join
+from loadstone.loader.format.header import Header, TensorInfo, parse_header
+from loadstone.loader.layout.index import Layout, choose_layout, join
 from tests.support.safetensors_files import tensor, tensors_file
 
 

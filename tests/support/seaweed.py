@@ -114,8 +114,8 @@ def running() -> Iterator[Seaweed]:
         finally:
             process.kill()
             process.wait()
-            for port in (folder / "ports").read_text().split():
-                for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):  # it names them itself
+            for taken in (folder / "ports").read_text().split():
+                for left in Path("/tmp").glob(f"seaweedfs-*-{taken}.sock"):  # it names them itself
                     left.unlink(missing_ok=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -7,8 +7,8 @@ import time
 from loadstone.commands.common import open_checkpoint, print_json, settings_of
 from loadstone.display import counted, human_bytes, human_seconds, print_columns
 from loadstone.errors import CacheError, NotFoundError
-from loadstone.loader.cache import CacheEntry, NodeCache, Removal
 from loadstone.loader.locations import parse_location
+from loadstone.loader.node.cache import CacheEntry, NodeCache, Removal
 from loadstone.settings import Settings, parse_size
 
 _ID = re.compile(r"[0-9a-f]{8,64}")

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from loadstone.commands.common import open_checkpoint, print_json
 from loadstone.display import human_bytes, print_columns
 from loadstone.loader.checkpoint import Checkpoint
-from loadstone.loader.header import TensorInfo
-from loadstone.loader.manifest import MANIFEST
+from loadstone.loader.format.header import TensorInfo
+from loadstone.loader.layout.manifest import MANIFEST
 
 
 def inspect(args: argparse.Namespace) -> int:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from loadstone.commands.common import open_checkpoint, settings_of
 from loadstone.errors import LoadstoneError, RequestError
-from loadstone.loader.arena import Arena
-from loadstone.loader.cache import NodeCache
+from loadstone.loader.node.arena import Arena
+from loadstone.loader.node.cache import NodeCache
 
 if TYPE_CHECKING:
     from loadstone.loader.checkpoint import Checkpoint

@@ -1,0 +1,1 @@
+"""The safetensors format: headers, dtypes, and what a file is when it is none."""

@@ -1,0 +1,1 @@
+"""Which files of a folder make up a checkpoint, and which of them holds which tensor."""

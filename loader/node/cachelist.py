@@ -1,0 +1,73 @@
+"""What is known of each blob in the node cache, for listing and for choosing what to evict."""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from loadstone.loader.node import blobfolder
+from loadstone.loader.node.leases import Leases
+from loadstone.loader.ranges import BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """One blob of the node cache.
+
+    Attributes
+    ----------
+    key : str
+        Its folder's name.
+    location : str
+        The object it holds.
+    size, stored : int
+        Bytes of the object, and how many of them have arrived.
+    allocated : int
+        Bytes it takes on the disk.
+    sealed : bool
+        It is complete, and survives a power cut.
+    last_use : float
+        Seconds since the epoch.
+    pids : tuple
+        The processes that use it now.
+    """
+
+    key: str
+    location: str
+    size: int
+    stored: int
+    allocated: int
+    sealed: bool
+    last_use: float
+    pids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What was removed from the node cache, and what was not because it is in use."""
+
+    removed: tuple[CacheEntry, ...]
+    in_use: tuple[CacheEntry, ...]
+
+
+def describe(folder: Path, leases: Leases) -> CacheEntry | None:
+    """Look at one blob's folder; ``None`` when it has just gone away."""
+    meta = blobfolder.read_meta(folder)
+    marks = b""
+    try:
+        allocated = sum(path.lstat().st_blocks * 512 for path in folder.iterdir())
+        last_use = folder.lstat().st_mtime
+        with suppress(FileNotFoundError):
+            marks = (folder / "map").read_bytes()
+            last_use = (folder / "meta.json").lstat().st_mtime
+    except OSError:
+        return None
+    return CacheEntry(
+        key=folder.name,
+        location=meta.location if meta else "(damaged)",
+        size=meta.size if meta else 0,
+        stored=min(meta.size, marks.count(1) * BLOCK) if meta else 0,
+        allocated=allocated,
+        sealed=blobfolder.is_sealed(folder),
+        last_use=last_use,
+        pids=tuple(leases.users(folder.name)),
+    )

@@ -1,0 +1,327 @@
+"""Folders in object stores, as sources: probed once, kept in the node cache, fetched on demand or ahead.
+
+Opening an object is one small request: its first 64 KiB, and with them its version. Where this node knows
+the object already, the request asks whether it is still that version, and an answer that it is moves no
+bytes. Processes that open the same object at the same moment take turns, so that the first request serves
+them all.
+
+Ownership: a `RemoteSource` is used by all threads. ``_lock`` guards its table of blobs, ``_opening`` lets one
+`open` at a time through. Threads that probe end before `open` returns. A forked child uses its copy as the
+parent does; connections, threads and locks are renewed below.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from loadstone.errors import ClosedError, FormatError, LoadstoneError, TransferError
+from loadstone.loader.locations import Location
+from loadstone.loader.node import fetchers
+from loadstone.loader.node.blob import StoredBlob
+from loadstone.loader.node.cache import NodeCache
+from loadstone.loader.node.claims import StorageError
+from loadstone.loader.node.forks import renew_in_child
+from loadstone.loader.node.handles import PrefetchHandle
+from loadstone.loader.node.prefetch import Fetcher
+from loadstone.loader.node.waiting import wait_for
+from loadstone.loader.node.whole import WholeBlob
+from loadstone.loader.ranges import BLOCK, ByteRange
+from loadstone.loader.source import Blob, Span
+from loadstone.loader.stores.store import Gate, Probe, RemoteObject, Sink, Store, Version, open_store
+from loadstone.settings import Settings
+
+_PROBES = 32
+_LARGEST = 1 << 44  # the map of blocks takes memory in proportion, on the word of the store alone
+
+
+class RemoteBlob:
+    """One version of one object of a store; see `source.Blob`."""
+
+    def __init__(
+        self, source: "RemoteSource", obj: RemoteObject, version: Version, stored: StoredBlob
+    ) -> None:
+        self._source = source
+        self._object = obj
+        self._version = version
+        self.stored = stored
+        self.closed = False
+
+    @property
+    def name(self) -> str:
+        """Its location."""
+        return self._object.name
+
+    @property
+    def size(self) -> int:
+        """Its length."""
+        return self._version.size
+
+    @property
+    def version(self) -> str:
+        """Its ETag and size."""
+        return self._version.key
+
+    def buffer(self) -> memoryview:
+        """Return the whole object as private memory; see `source.Blob.buffer`."""
+        self.check_open()
+        return self.stored.view
+
+    def ready(self, span: ByteRange) -> bool:
+        """Say whether ``span`` can be used now."""
+        return self.stored.ready(span)
+
+    def ensure(self, spans: Sequence[ByteRange], timeout: float | None = None) -> None:
+        """Block until ``spans`` are ready; see `source.Blob.ensure`."""
+        self.check_open()
+        for span in spans:
+            if span.stop > self.size:
+                raise TransferError(
+                    f"{self.name} has {self.size} bytes; {span.start} to {span.stop} do not exist"
+                )
+        wait_for(self._source.fetcher, self, spans, timeout)
+
+    def read(self, span: ByteRange) -> bytes:
+        """Return a copy of ``span``'s bytes, waiting for them."""
+        self.ensure([span])
+        return bytes(self.stored.view[span.start : span.stop])
+
+    def close(self) -> None:
+        """Let go of it; see `source.Blob.close`."""
+        self.closing()
+        self._source.fetcher.quiet(lambda blob: blob is self)
+        self.stored.close()
+
+    def closing(self) -> None:
+        """End what is going on with it, without waiting for that."""
+        self.closed = True
+        self.stored.nudge()
+
+    def check_open(self) -> None:
+        """Raise when it was closed."""
+        if self.closed:
+            raise ClosedError(f"{self.name} was closed; open the checkpoint again")
+
+    # What the fetcher asks (see `jobs.Fillable`).
+
+    def fill(self, span: ByteRange, sink: Sink, gate: Gate) -> None:
+        """Fetch ``span``."""
+        transport = self._source.store.transport
+        if isinstance(self.stored, WholeBlob):
+            transport.fetch_whole(self._object, self.size, sink, gate)
+        else:
+            transport.fetch(self._object, self._version, span, sink, gate)
+
+    def make_room(self, nbytes: int) -> bool:
+        """Evict what nobody uses."""
+        return self._source.cache.make_room(nbytes)
+
+    def foreign_demand(self) -> bool:
+        """Say whether a thread of another process is blocked on bytes."""
+        return self._source.cache.foreign_demand()
+
+    def begin_demand(self) -> None:
+        """Tell other processes that a thread of this one is blocked."""
+        self._source.cache.begin_demand()
+
+    def end_demand(self) -> None:
+        """Undo one `begin_demand`."""
+        self._source.cache.end_demand()
+
+
+class RemoteSource:
+    """A folder in an object store.
+
+    Parameters
+    ----------
+    store : Store
+        Where it is; closed with the source.
+    settings : Settings
+        Limits.
+    cache : NodeCache
+        Where bytes are kept.
+    """
+
+    def __init__(self, store: Store, settings: Settings, cache: NodeCache) -> None:
+        self.store = store
+        self.cache = cache
+        self.fetcher: Fetcher = fetchers.acquire(settings)
+        self._settings = settings
+        self._blobs: dict[str, RemoteBlob] = {}
+        self._handles: list[PrefetchHandle] = []
+        self._closed = False
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+        renew_in_child(self)
+
+    @property
+    def name(self) -> str:
+        """Where it is."""
+        return self.store.name
+
+    def names(self) -> tuple[str, ...] | None:
+        """Return the names of the files directly inside, or ``None`` when the store cannot list."""
+        self._check_open()
+        return self.store.names()
+
+    def open(self, names: Sequence[str]) -> dict[str, Blob | LoadstoneError]:
+        """Open several objects side by side; see `source.Source.open`."""
+        with self._opening:
+            self._check_open()
+            with self._lock:
+                new = deque(dict.fromkeys(name for name in names if not self._is_open(name)))
+            found: dict[str, Blob | LoadstoneError] = {}
+            helpers = [
+                threading.Thread(
+                    target=self._open_some, args=(new, found), name="loadstone-open", daemon=True
+                )
+                for _ in range(min(len(new), _PROBES, self.fetcher.limit) - 1)
+            ]
+            with suppress(RuntimeError):  # no more threads to be had: those that run do all of it
+                for helper in helpers:
+                    helper.start()
+            self._open_some(new, found)
+            for helper in helpers:
+                if helper.ident is not None:
+                    helper.join()
+            with self._lock:
+                self._blobs.update(
+                    {name: blob for name, blob in found.items() if isinstance(blob, RemoteBlob)}
+                )
+                return {name: found.get(name) or self._blobs[name] for name in names}
+
+    def prefetch(self, spans: Sequence[Span]) -> PrefetchHandle:
+        """Start to bring ``spans`` here, in their order, in the background."""
+        self._check_open()
+        wanted = []
+        for span in spans:
+            if not isinstance(span.blob, RemoteBlob):
+                raise TransferError(
+                    f"{span.blob.name} is not an object of {self.name}; prefetch it where it is"
+                )
+            wanted.append((span.blob, span.range))
+        handle = self.fetcher.prefetch(wanted)
+        with self._lock:
+            self._handles = [old for old in self._handles if not old.done()] + [handle]
+        return handle
+
+    def settle(self, timeout: float | None = None) -> bool:
+        """Wait until complete blobs are sealed; ``False`` when ``timeout`` seconds went by first."""
+        return self.cache.settle(timeout)
+
+    def close(self) -> None:
+        """Stop every prefetch and close every blob."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            blobs, handles = list(self._blobs.values()), self._handles
+        for blob in blobs:
+            blob.closing()
+        self.store.close()
+        for handle in handles:
+            handle.cancel()
+        for blob in blobs:
+            blob.close()
+        fetchers.release(self.fetcher)
+
+    def reset_in_child(self) -> None:
+        """Forget who held the locks."""
+        self._lock = threading.Lock()
+        self._opening = threading.Lock()
+
+    def _is_open(self, name: str) -> bool:
+        blob = self._blobs.get(name)
+        return blob is not None and not blob.closed
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.name} was closed; open the checkpoint again")
+
+    def _open_some(self, names: "deque[str]", found: dict[str, Blob | LoadstoneError]) -> None:
+        while True:
+            try:
+                name = names.popleft()
+            except IndexError:
+                return
+            try:
+                found[name] = self._open_one(name)
+            except LoadstoneError as error:
+                found[name] = error
+            except Exception as error:  # noqa: BLE001  one object's failure must not hide the others
+                found[name] = TransferError(
+                    f"{self.name.rstrip('/')}/{name}: opening failed unexpectedly: {error!r}"
+                )
+
+    def _open_one(self, name: str) -> RemoteBlob:
+        obj = self.store.object(name)
+        with self.cache.opening(obj.identity):
+            known = self.cache.ref(obj.identity)
+            if known is not None and not self.cache.holds(obj.identity, known):
+                known = None
+            probe = self.store.transport.probe(obj, BLOCK, known, _ProbeGate(self))
+            if probe.not_modified and known is not None:
+                blob = RemoteBlob(self, obj, known, self.cache.blob(obj.name, obj.identity, known))
+            else:
+                blob = self._admit(obj, probe)
+        blob.ensure([ByteRange(0, min(BLOCK, blob.size))])
+        return blob
+
+    def _admit(self, obj: RemoteObject, probe: Probe) -> RemoteBlob:
+        version = probe.version
+        if version is not None and version.size > _LARGEST:
+            raise FormatError(
+                f"{obj.name} has {version.size} bytes, as the store says, where at most {_LARGEST} are "
+                "handled; check the server"
+            )
+        if version is None:
+            raise TransferError(f"{obj.name}: the store says it is unchanged, though nothing was known of it")
+        if not version.pinned:
+            stored: StoredBlob = WholeBlob(obj.name, version.size)
+            stored.deposit(probe.data)
+            return RemoteBlob(self, obj, version, stored)
+        stored = self.cache.blob(obj.name, obj.identity, version)
+        try:
+            stored.deposit(probe.data)
+        except StorageError as error:
+            stored.spill(error)
+            stored.deposit(probe.data)
+        self.cache.set_ref(obj.identity, version)
+        return RemoteBlob(self, obj, version, stored)
+
+
+class _ProbeGate:
+    """Ends a probe when its source is closed."""
+
+    def __init__(self, source: RemoteSource) -> None:
+        self._source = source
+
+    def admit(self, nbytes: int) -> None:  # noqa: ARG002  a probe is too small to be held back
+        self._source._check_open()
+
+    def throttled(self, retry_after: float | None) -> None:  # noqa: ARG002  the transport itself waits
+        self._source.fetcher.slow_down()
+
+
+def open_remote(
+    location: Location,
+    storage_options: Mapping[str, object] | None,
+    settings: Settings,
+    cache: NodeCache | None,
+) -> RemoteSource:
+    """Return the folder ``location`` of an object store as a source. Does no I/O.
+
+    Parameters
+    ----------
+    location : Location
+        A folder that is not local.
+    storage_options : Mapping
+        For the store; see `stores.open_store`.
+    settings : Settings
+        Limits.
+    cache : NodeCache or None
+        Where bytes are kept; ``None``: in this process's memory.
+    """
+    store = open_store(location, storage_options, settings)
+    return RemoteSource(store, settings, cache or NodeCache(replace(settings, cache_dir="none")))

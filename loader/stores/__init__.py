@@ -1,0 +1,1 @@
+"""Object stores: names become requests, and answers become bytes that were checked."""

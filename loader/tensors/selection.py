@@ -1,0 +1,79 @@
+"""Choosing tensors by name, and in which order: pure, no bytes."""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal, get_args
+
+from loadstone.errors import SettingsError, TensorNotFoundError
+from loadstone.loader.format.header import TensorInfo
+from loadstone.loader.order import fetch_order
+from loadstone.loader.ranges import ByteRange
+
+Order = Literal["arrival", "layer", "file"]
+
+_GAP = 4096  # neighbours in a file that are this close are asked for together
+_NEAR = 20_000  # up to this many names, a misspelt one is compared with all of them
+
+
+def missing(name: object, names: Collection[str], where: str) -> TensorNotFoundError:
+    """Return the error for a name that is not there, with the nearest one that is."""
+    near = difflib.get_close_matches(str(name), names, 1) if len(names) <= _NEAR else []
+    hint = f"did you mean {near[0]!r}?" if near else "keys() lists its names"
+    return TensorNotFoundError(f"{where} has no tensor {name!r} among its {len(names)}; {hint}")
+
+
+def match(
+    names: Iterable[str], tied: Mapping[str, str], patterns: str | Iterable[str], where: str
+) -> list[str]:
+    """Return the names that match one of the ``fnmatch`` patterns, case counting, in their own order.
+
+    Raises
+    ------
+    TensorNotFoundError
+        A pattern matches nothing.
+    """
+    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+    stored = dict.fromkeys(names)
+    chosen: set[str] = set()
+    for pattern in wanted:
+        if pattern in stored or pattern in tied:
+            chosen.add(tied.get(pattern, pattern))
+            continue
+        matches = re.compile(fnmatch.translate(pattern)).match
+        found = [name for name in stored if matches(name)]
+        if not found:
+            raise TensorNotFoundError(f"no tensor of {where} matches {pattern!r}; keys() lists their names")
+        chosen.update(found)
+    return [name for name in stored if name in chosen]
+
+
+def in_order(infos: Sequence[TensorInfo], order: Order) -> list[str]:
+    """Return names by layer, or as they lie in the files.
+
+    Raises
+    ------
+    SettingsError
+        There is no such order.
+    """
+    if order not in get_args(Order):
+        raise SettingsError(f"order {order!r} is not one that is known; use one of {get_args(Order)}")
+    if order == "file":
+        return [info.name for info in sorted(infos, key=lambda info: (info.file, info.offset, info.name))]
+    return fetch_order(infos)
+
+
+def join_neighbours(infos: Iterable[TensorInfo]) -> list[tuple[str, ByteRange]]:
+    """Return (file, bytes) of tensors in their order; ones that follow each other in a file as one range."""
+    joined: list[tuple[str, ByteRange]] = []
+    for info in infos:
+        if info.nbytes == 0:
+            continue
+        if joined:
+            file, last = joined[-1]
+            if file == info.file and last.start <= info.offset <= last.stop + _GAP:
+                joined[-1] = (file, ByteRange(last.start, max(last.stop, info.offset + info.nbytes)))
+                continue
+        joined.append((info.file, info.range))
+    return joined
