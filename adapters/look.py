@@ -10,15 +10,20 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
 from loadstone.loader.files.local import Identity
+from loadstone.loader.format.header import TensorInfo
 from loadstone.loader.source import Blob
+from loadstone.loader.tensors.views import DTYPES, is_aligned
 
 _MOST = 16_384
+_SAMPLE = 1024
+"""Values that show nearly always that a tensor is not all zero."""
 _SETTLED = 2.0
 """Seconds after its last change from which on a file's times tell every later change from it."""
 
@@ -46,8 +51,18 @@ _lock = threading.Lock()
 _seen: OrderedDict[tuple[object, ...], Look] = OrderedDict()
 
 
-def look_at(blob: Blob, views: Callable[[], Mapping[str, torch.Tensor]]) -> Look:
-    """Return what the bytes of ``blob`` show; they must be ready, and ``views`` give every tensor of it."""
+def look_at(blob: Blob, infos: Iterable[TensorInfo], views: Callable[[], Mapping[str, torch.Tensor]]) -> Look:
+    """Return what the bytes of ``blob`` show.
+
+    Parameters
+    ----------
+    blob : Blob
+        The file; all of it must be ready.
+    infos : iterable of TensorInfo
+        Its tensors.
+    views : callable
+        Gives them, by name.
+    """
     identity = _identity(blob)
     with _lock:
         known = _seen.get(identity)
@@ -57,8 +72,8 @@ def look_at(blob: Blob, views: Callable[[], Mapping[str, torch.Tensor]]) -> Look
     tensors = views()
     found = Look(
         sha256=hashlib.sha256(blob.buffer()).digest(),
-        nonfinite=tuple(name for name, tensor in tensors.items() if not _is_finite(tensor)),
-        zero=frozenset(name for name, tensor in tensors.items() if not tensor.any()),
+        nonfinite=_nonfinite(blob, infos, tensors),
+        zero=frozenset(name for name, tensor in tensors.items() if _is_zero(tensor)),
     )
     if identity and _identity(blob) == identity:
         with _lock:
@@ -82,7 +97,36 @@ def _identity(blob: Blob) -> tuple[object, ...]:
     return ()
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
+def _nonfinite(
+    blob: Blob, infos: Iterable[TensorInfo], tensors: Mapping[str, torch.Tensor]
+) -> tuple[str, ...]:
+    # All at once first. One by one each tensor is work for several cores that wait for each other at its
+    # end: on a machine that computes already, that takes longer than the work.
+    if all(_is_finite(run) for run in _runs(blob, infos)):
+        return ()
+    return tuple(name for name, tensor in tensors.items() if not _is_finite(tensor))
+
+
+def _runs(blob: Blob, infos: Iterable[TensorInfo]) -> Iterator[torch.Tensor]:
+    """Yield the file's values, tensors of one dtype that lie behind each other as one."""
+    buffer = blob.buffer()
+    in_order = sorted((info for info in infos if info.nbytes), key=lambda info: info.offset)
+    for name, same in groupby(in_order, key=lambda info: info.dtype):
+        several, dtype = list(same), DTYPES[name]
+        nbytes = sum(info.nbytes for info in several)  # the format has no holes
+        data = buffer[several[0].offset : several[0].offset + nbytes]
+        if is_aligned(several[0]):
+            yield torch.frombuffer(data, dtype=dtype)
+        else:
+            yield torch.frombuffer(bytearray(data), dtype=dtype)
+
+
+def _is_finite(values: torch.Tensor) -> bool:
     # A sum is finite only if every term is, and costs a seventh of `isfinite`; a sum may overflow, too.
-    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    return bool(torch.isfinite(tensor.sum(dtype=wide))) or bool(torch.isfinite(tensor).all())
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    return bool(torch.isfinite(values.sum(dtype=wide))) or bool(torch.isfinite(values).all())
+
+
+def _is_zero(tensor: torch.Tensor) -> bool:
+    flat = tensor.reshape(-1)
+    return not flat[:_SAMPLE].any() and not flat.any()

@@ -151,7 +151,7 @@ def _read(
     checkpoint = Checkpoint(opening.Opened(source, name, files, layout.infos, layout.metadata, {}, None, ()))
     suspect = [*layout.built.warnings, *_identity_warnings(layout, checkpoint, index, options)]
     blob.ensure([ByteRange(0, blob.size)])
-    look = look_at(blob, lambda: {key: checkpoint.view(key) for key in layout.infos})
+    look = look_at(blob, layout.infos.values(), lambda: {key: checkpoint.view(key) for key in layout.infos})
     suspect += _value_warnings(layout, look, where, options)
     if base is not None:
         _compare_copies(layout.built.copies, checkpoint, base, where)
