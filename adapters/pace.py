@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SHARE = 0.05
+SHARE = 0.025
 """The part of one CPU that loads may take from running batches."""
 
 _LONGEST_PAUSE = 0.2
