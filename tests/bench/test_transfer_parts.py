@@ -78,7 +78,8 @@ def test_anonymous_memory_is_seen_from_outside() -> None:
         [sys.executable, "-c", "x = bytearray(b'x') * 50_000_000; import time; time.sleep(0.2)"], os.environ
     )
     bare = watch.resting_anonymous_bytes([sys.executable, "-c", "print(); input()"], os.environ)
-    assert 50_000_000 <= grown["peak_anonymous_bytes"] - bare < 70_000_000
+    # The kernel counts pages in batches, and two interpreters differ by some: the tenth is for both.
+    assert 45_000_000 < grown["peak_anonymous_bytes"] - bare < 70_000_000
 
 
 def test_a_process_that_fails_is_an_error_with_its_words() -> None:
