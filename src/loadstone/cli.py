@@ -306,3 +306,4 @@ def _add_measuring(commands: "_Commands[argparse.ArgumentParser]") -> None:
             "--out", metavar="FILE", help="write the results as JSON here, not to bench/results"
         )
         _json(parser)
+    adapters.set_defaults(runs=1)  # each does its work a hundred times and more
