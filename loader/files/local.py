@@ -18,7 +18,6 @@ import os
 import stat
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from loadstone.loader.files.mapping import map_private
 from loadstone.loader.files.residency import Residency, Window, begin_reading, is_cached, on_network
 from loadstone.loader.ranges import ByteRange, coalesce
 from loadstone.loader.source import Blob, Prefetch, Span
+from loadstone.loader.together import side_by_side
 
 _OPENERS = 8  # files opened side by side: hides latency of network file systems, few descriptors
 _PAGE = 4096
@@ -224,8 +224,7 @@ class LocalSource:
             raise ClosedError(f"{self._folder} was closed; open the checkpoint again")
         if len(names) < _OPENERS:
             return {name: self._open(name) for name in names}
-        with ThreadPoolExecutor(_OPENERS, "loadstone-open") as pool:
-            return dict(zip(names, pool.map(self._open, names), strict=True))
+        return dict(zip(names, side_by_side(self._open, names, _OPENERS, "loadstone-open"), strict=True))
 
     def prefetch(self, spans: Sequence[Span]) -> Prefetch:
         """Start to make ``spans`` resident, in their order."""
@@ -234,6 +233,10 @@ class LocalSource:
         prefetch = Residency(windows)
         self._running.append(prefetch)
         return prefetch
+
+    def stated_digest(self, blob: Blob) -> StatedDigest:  # noqa: ARG002  a protocol's argument
+        """Return none: a folder knows no digests."""
+        return StatedDigest(reason="nobody published a digest of it")
 
     def settle(self, timeout: float | None = None) -> bool:  # noqa: ARG002  a protocol's argument
         """Return at once: nothing is written here."""

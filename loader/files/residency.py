@@ -8,7 +8,7 @@ this process: more would only push out what it brought first. What it leaves sta
 
 Ownership: a `Residency` owns its threads; the first starts the others and ends after them. They share a
 cursor into the list of windows under one lock; each window is worked on by one thread. A forked child has
-none of the threads: there, the handle is done.
+none of the threads: there, the handle is done. Where no thread can be started, whoever asks does the work.
 """
 
 import contextlib
@@ -111,7 +111,10 @@ class Residency:
         self._pid = os.getpid()
         # It starts the others: here, starting each would wait for the ones before it to let go of the map.
         self._first = self._thread(0, self._lead)
-        self._first.start()
+        try:
+            self._first.start()
+        except RuntimeError:  # no thread is to be had
+            self._work()
 
     def progress(self) -> Progress:
         """Return how far it has come."""
@@ -124,7 +127,7 @@ class Residency:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until it has ended; ``False`` when ``timeout`` seconds went by first."""
-        if os.getpid() == self._pid:
+        if os.getpid() == self._pid and self._first.ident is not None:
             self._first.join(timeout)
         if not self.done():
             return False
@@ -135,7 +138,7 @@ class Residency:
     def cancel(self) -> None:
         """Stop it; each thread first finishes the system call it is in."""
         self._cancelled.set()
-        if os.getpid() == self._pid:
+        if os.getpid() == self._pid and self._first.ident is not None:
             self._first.join()
 
     def _thread(self, number: int, work: Callable[[], None]) -> threading.Thread:

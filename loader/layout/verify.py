@@ -7,7 +7,6 @@ sha256. Files are read from end to end, two at a time; local ones by ``pread``, 
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from loadstone.errors import IntegrityError, LoadstoneError
 from loadstone.loader.layout.manifest import MANIFEST, FileRecord, Manifest
 from loadstone.loader.ranges import ByteRange, split
 from loadstone.loader.source import Blob, Source, Span
+from loadstone.loader.together import side_by_side
 
 _PIECE = 4 * 1024 * 1024
 _READERS = 2
@@ -84,10 +84,9 @@ def verify_files(
         manifest.check_sizes({name: blob.size for name, blob in opened.items()}, where)
     known = {name: _published(name, blob, listed) for name, blob in opened.items()}
     _bring(source, [opened[name] for name, (digest, _) in known.items() if digest])
-    with ThreadPoolExecutor(_READERS, "loadstone-verify") as pool:
-        digests = dict(
-            pool.map(lambda name: (name, _digest(opened[name])), [name for name in known if known[name][0]])
-        )
+    compared = [name for name in known if known[name][0]]
+    found = side_by_side(lambda name: _digest(opened[name]), compared, _READERS, "loadstone-verify")
+    digests = dict(zip(compared, found, strict=True))
     wrong = [name for name, digest in digests.items() if digest != known[name][0]]
     if wrong:
         raise IntegrityError(

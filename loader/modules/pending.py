@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from loadstone.errors import TransferError
 from loadstone.loader.modules.queries import WITHOUT_BYTES, changes_nothing
 
 _compiler: Any = torch._C._dynamo.eval_frame
@@ -204,7 +205,13 @@ def _elsewhere(make: Callable[[], torch.Tensor]) -> torch.Tensor:
         except BaseException as error:  # noqa: BLE001  raised again in the thread that asked
             made.set_exception(error)
 
-    threading.Thread(target=run, name="loadstone-settle", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="loadstone-settle", daemon=True).start()
+    except RuntimeError as error:
+        raise TransferError(
+            f"no thread can be started to bring a parameter with ({error}); raise the limit on this user's "
+            "or container's processes, or load with wait=True"
+        ) from None
     return made.result()
 
 

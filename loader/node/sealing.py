@@ -1,12 +1,14 @@
 """Sealing in the background: complete blobs are brought safely to the disk, while nobody waits for it.
 
 Ownership: any thread may `add`; one daemon thread, started when there is something to do and gone when
-there is not, does the work. A forked child begins with an empty list: sealing is the parent's.
+there is not, does the work. Where none can be started, whoever adds does it. A forked child begins with an
+empty list: sealing is the parent's.
 """
 
 import logging
 import threading
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 from loadstone.errors import CacheError
@@ -29,9 +31,13 @@ class Sealer:
         """Seal the complete blob in ``folder`` soon."""
         with self._changed:
             self._todo.append(folder)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="loadstone-seal", daemon=True)
+            if self._thread is not None:
+                return
+            self._thread = threading.Thread(target=self._work, name="loadstone-seal", daemon=True)
+            with suppress(RuntimeError):
                 self._thread.start()
+                return
+        self._work()  # no thread is to be had
 
     def settle(self, timeout: float | None = None) -> bool:
         """Wait until everything added so far is sealed; ``False`` when ``timeout`` seconds went by first."""
