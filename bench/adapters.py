@@ -22,9 +22,8 @@ from loadstone.bench import disk
 from loadstone.bench.adapters_bars import adapters_bars
 from loadstone.bench.adapters_inputs import Inputs, scale_of
 from loadstone.bench.inputs import written
-from loadstone.bench.runner import Way, run_process, run_ways
+from loadstone.bench.runner import Way, chosen_works, run_process, run_ways
 from loadstone.bench.schema import Report
-from loadstone.errors import BenchError
 from loadstone.settings import Settings
 
 _CHILD = "loadstone.bench.adapters_child"
@@ -111,10 +110,7 @@ def adapters(
     BenchError
         A name in ``only`` is unknown, or loadstone itself could not do a piece of work.
     """
-    chosen = list(WORKS) if only is None else list(only)
-    unknown = [name for name in chosen if name not in WORKS]
-    if unknown:
-        raise BenchError(f"there is no piece of work called {unknown[0]!r}; choose of {', '.join(WORKS)}")
+    chosen = chosen_works(only, WORKS)
     env = (settings or Settings.from_env()).environment()
     scale = scale_of(size)
     report = Report("adapters", {"size": size, "runs": runs, "work": chosen, **asdict(scale)})

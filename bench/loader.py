@@ -21,9 +21,8 @@ from loadstone.bench.hold import hold_together
 from loadstone.bench.inputs import written
 from loadstone.bench.loader_bars import loader_bars
 from loadstone.bench.loader_inputs import Inputs
-from loadstone.bench.runner import CannotRun, Way, run_process, run_ways
+from loadstone.bench.runner import CannotRun, Way, chosen_works, run_process, run_ways
 from loadstone.bench.schema import Report
-from loadstone.errors import BenchError
 from loadstone.settings import Settings
 
 PROCESSES = 4
@@ -163,10 +162,7 @@ def loader(
     BenchError
         A name in ``only`` is unknown, or loadstone itself could not do a piece of work.
     """
-    chosen = list(WORKS) if only is None else list(only)
-    unknown = [name for name in chosen if name not in WORKS]
-    if unknown:
-        raise BenchError(f"there is no piece of work called {unknown[0]!r}; choose of {', '.join(WORKS)}")
+    chosen = chosen_works(only, WORKS)
     env = (settings or Settings.from_env()).environment()
     report = Report("loader", {"size": size, "runs": runs, "work": chosen, "processes": PROCESSES})
     with written("loader", size, work=work, keep=keep, env=env) as folder:

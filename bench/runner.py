@@ -1,4 +1,4 @@
-"""Runs the ways of a benchmark in turn, shows the table, and writes the report.
+"""Runs the ways of a benchmark in turn, and writes the report.
 
 Ways are interleaved (A B C, A B C, …) so that a machine that drifts slower or faster does so for all of them,
 and each run is a fresh process. A way that cannot run here is listed as absent, with the reason.
@@ -9,18 +9,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from loadstone.bench.schema import Absent, Report, Row
-from loadstone.display import human_bytes, human_seconds
+from loadstone.display import human_seconds
 from loadstone.errors import BenchError
-
-_WIDTH = 160  # columns of a table that goes to a file or a pipe
 
 Measure = Callable[[], tuple[str, Mapping[str, float]]]
 """Does the work once; returns what was cold or warm, and the figures."""
@@ -93,56 +88,25 @@ def run_process(argv: Sequence[str], env: Mapping[str, str], timeout: float = 60
     return {**{name: float(value) for name, value in figures.items()}, "cpu_seconds": cpu}
 
 
-def show(report: Report, console: Console | None = None) -> None:
-    """Print the medians as a table, then the bars, then what is absent."""
-    console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
-    for work in report.works():
-        console.print(_table(report, work))
-    for bar in report.bars:
-        sign = "≤" if bar.at_most else "≥"
-        verdict = "[green]met[/]" if bar.met else "[red]missed[/]"
-        console.print(f"{verdict}  {bar.text}: {bar.value:.3g} (bar {sign} {bar.limit:g})")
-    for gone in report.absent:
-        console.print(f"absent: {gone.way} ({gone.why})")
+def chosen_works(only: Sequence[str] | None, known: Iterable[str]) -> list[str]:
+    """Return the pieces of work to measure: those that ``only`` names, by default all.
 
-
-def _table(report: Report, work: str) -> Table:
-    title = f"{work or report.benchmark}: medians of {_runs(report, work)} runs"
-    table = Table(title=title, title_justify="left")
-    table.add_column("way", no_wrap=True)
-    figures = report.figures(work)
-    for figure in figures:
-        table.add_column(_heading(figure), justify="right")
-    for way in report.ways(work):
-        table.add_row(way, *(_cell(figure, report.median(way, figure)) for figure in figures))
-    return table
+    Raises
+    ------
+    BenchError
+        There is no such piece of work.
+    """
+    known = list(known)
+    for name in only or ():
+        if name not in known:
+            raise BenchError(f"there is no piece of work called {name!r}; choose of {', '.join(known)}")
+    return known if only is None else list(only)
 
 
 def write(report: Report, path: Path) -> None:
     """Write ``report`` as JSON to ``path``, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
-
-
-def _runs(report: Report, work: str) -> int:
-    return max(row.run for row in report.rows if row.work == work) + 1
-
-
-def _heading(figure: str) -> str:
-    name = figure.removesuffix("_per_second").removesuffix("_seconds").removesuffix("_bytes")
-    return name.replace("_", " ")
-
-
-def _cell(figure: str, value: float | None) -> str:
-    if value is None:
-        return "-"
-    if figure.endswith("_seconds"):
-        return human_seconds(value) if value >= 0.1 else f"{1000 * value:.3g} ms"
-    if figure.endswith("_bytes"):
-        return human_bytes(value)
-    if figure.endswith("_bytes_per_second"):
-        return f"{human_bytes(value)}/s"
-    return f"{value:.3g}"
 
 
 def _say(text: str) -> None:

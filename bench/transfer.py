@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from loadstone.bench.netns import networks
-from loadstone.bench.runner import CannotRun, run_process, run_ways
+from loadstone.bench.runner import CannotRun, chosen_works, run_process, run_ways
 from loadstone.bench.schema import Report
 from loadstone.bench.servers import nginx
 from loadstone.bench.transfer_bars import transfer_bars
@@ -65,10 +65,7 @@ def transfer(
     BenchError
         A name in ``only`` is unknown, or loadstone itself could not do a piece of work.
     """
-    chosen = list(WORKS) if only is None else list(only)
-    unknown = [name for name in chosen if name not in WORKS]
-    if unknown:
-        raise BenchError(f"there is no piece of work called {unknown[0]!r}; choose of {', '.join(WORKS)}")
+    chosen = chosen_works(only, WORKS)
     if not work.is_dir():
         raise BenchError(f"{work} is no folder; make it, or name another with --work")
     report = Report(

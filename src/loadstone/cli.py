@@ -134,7 +134,11 @@ def _add_fetching(commands: "_Commands[argparse.ArgumentParser]") -> None:
     )
     _json(inspect)
     verify = _command(
-        commands, "verify", "inspect:verify", "Check every byte against the digests that are known for it."
+        commands,
+        "verify",
+        "inspect:verify",
+        "Check every byte against the digests that are known for it: of loadstone.json, an HF cache, S3's ETags. "
+        "The exit status is 3 when a file could not be checked, 1 when one is damaged.",
     )
     _reading(verify)
     _json(verify)
@@ -255,49 +259,17 @@ def _add_measuring(commands: "_Commands[argparse.ArgumentParser]") -> None:
         "--bandwidth", metavar="SIZE", help="read the location through a link of so many bytes a second"
     )
     loader = _command(kinds, "loader", "bench:loader", "Loading from a local disk, beside the other loaders.")
-    loader.add_argument(
-        "--size", default="2G", help="bytes of the checkpoint; bars are meant from 2G on (default: 2G)"
-    )
-    loader.add_argument(
-        "--work", metavar="DIR", help="folder on the disk to measure (default: here), 3 times --size free"
-    )
-    loader.add_argument("--keep", action="store_true", help="leave the inputs there, to be used again")
-    loader.add_argument(
-        "--only",
-        metavar="WORK",
-        action="append",
-        help="resident, usable, many, model, layer or memory; may be repeated",
-    )
+    _pieces(loader, "2G", 3, "resident, usable, many, model, layer or memory")
     transfer = _command(
         kinds, "transfer", "bench:transfer", "From an object store to this machine, beside the other clients."
     )
-    transfer.add_argument(
-        "--size", default="2G", help="bytes of the checkpoint; bars are meant from 2G on (default: 2G)"
-    )
-    transfer.add_argument(
-        "--work", metavar="DIR", help="folder on the disk to write to (default: here), 3 times --size free"
-    )
+    works = "disk, memory, link, start, layer, open, anonymous or first-request"
+    _pieces(transfer, "2G", 3, works)
     transfer.add_argument("--no-peers", action="store_true", help="leave out the clients of others")
-    transfer.add_argument(
-        "--only",
-        metavar="WORK",
-        action="append",
-        help="disk, memory, link, start, layer, open, anonymous or first-request; may be repeated",
-    )
     adapters = _command(kinds, "adapters", "bench:adapters", "Adapters over one shared base, beside PEFT.")
-    adapters.add_argument(
-        "--size", default="1280M", help="bytes of the base; bars are meant from 1280M on (default: 1280M)"
-    )
-    adapters.add_argument(
-        "--work", metavar="DIR", help="folder for the inputs (default: here), 2 times --size free"
-    )
-    adapters.add_argument("--keep", action="store_true", help="leave the inputs there, to be used again")
-    adapters.add_argument(
-        "--only",
-        metavar="WORK",
-        action="append",
-        help="load, look, held, crowd, cycle, decode or mix; may be repeated",
-    )
+    _pieces(adapters, "1280M", 2, "load, look, held, crowd, cycle, decode or mix")
+    for parser in (loader, adapters):
+        parser.add_argument("--keep", action="store_true", help="leave the inputs there, to be used again")
     for parser in (cold, loader, transfer, adapters):
         parser.add_argument(
             "--runs", type=int, default=3, help="runs of each way, interleaved (default: %(default)s)"
@@ -305,5 +277,21 @@ def _add_measuring(commands: "_Commands[argparse.ArgumentParser]") -> None:
         parser.add_argument(
             "--out", metavar="FILE", help="write the results as JSON here, not to bench/results"
         )
+        parser.add_argument(
+            "--plot", metavar="FILE", help="draw them too: a name that ends with .svg or .png"
+        )
         _json(parser)
     adapters.set_defaults(runs=1)  # each does its work a hundred times and more
+
+
+def _pieces(parser: argparse.ArgumentParser, size: str, times: int, works: str) -> None:
+    """Add what the benchmarks of several pieces of work share."""
+    parser.add_argument(
+        "--size",
+        default=size,
+        help=f"bytes of the weights; bars are meant from {size} on (default: {size})",
+    )
+    parser.add_argument(
+        "--work", metavar="DIR", help=f"folder for the files (default: here), {times} times --size free"
+    )
+    parser.add_argument("--only", metavar="WORK", action="append", help=f"{works}; may be repeated")
