@@ -234,10 +234,6 @@ class LocalSource:
         self._running.append(prefetch)
         return prefetch
 
-    def stated_digest(self, blob: Blob) -> StatedDigest:  # noqa: ARG002  a protocol's argument
-        """Return none: a folder knows no digests."""
-        return StatedDigest(reason="nobody published a digest of it")
-
     def settle(self, timeout: float | None = None) -> bool:  # noqa: ARG002  a protocol's argument
         """Return at once: nothing is written here."""
         return True
