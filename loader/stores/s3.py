@@ -14,7 +14,8 @@ from loadstone.loader.locations import Location, check_name
 from loadstone.loader.stores.access import HttpObject
 from loadstone.loader.stores.answers import Refusal, xml_text
 from loadstone.loader.stores.exchange import Pool, Request
-from loadstone.loader.stores.signing import AwsSession, S3Options, sign
+from loadstone.loader.stores.signing import AwsSession, S3Options
+from loadstone.loader.stores.sigv4 import sign
 from loadstone.loader.stores.store import OpenGate
 from loadstone.loader.stores.transfer import HttpTransport
 from loadstone.settings import Settings
@@ -61,6 +62,11 @@ class S3Access:
                 self._region = session.region or _DEFAULT_REGION
                 self._session = session
             return self._session
+
+    @property
+    def digest_tags(self) -> bool:
+        """Whether ETags may be digests: not in directory buckets."""
+        return not self._bucket.endswith("--x-s3")
 
     @property
     def endpoint(self) -> str:

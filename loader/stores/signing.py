@@ -1,7 +1,8 @@
-"""AWS credentials and signatures, by botocore's own chain and signer.
+"""AWS credentials, by botocore's own chain, and what else the environment says about S3.
 
-botocore resolves keys from the environment, profiles, web identity, SSO, containers and instances, and
-renews them; here it is used without its clients, whose construction costs more than a whole first transfer.
+botocore resolves keys from profiles, web identity, SSO, containers and instances, and renews them; here it
+is used without its clients, whose construction costs more than a whole first transfer, and only when the keys
+are not in the environment, where they are taken by its rules.
 
 Ownership: an `AwsSession` may be used from many threads; its lock guards building and renewing. botocore's
 credentials renew themselves under a lock of their own.
@@ -12,20 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadstone.errors import AccessError, SettingsError
-
-_VARIABLES = {
-    "loadstone_endpoint_s3": (None, "AWS_ENDPOINT_URL_S3", None, None),
-    "loadstone_endpoint": (None, "AWS_ENDPOINT_URL", None, None),
-    "loadstone_region": (None, "AWS_REGION", None, None),
-    "loadstone_ignore_endpoints": (
-        "ignore_configured_endpoint_urls",
-        "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS",
-        False,
-        None,
-    ),
-}
-"""Variables that botocore itself reads only while it builds a client."""
+from loadstone.errors import SettingsError
+from loadstone.loader.stores.profiles import AwsProfile, unusable
+from loadstone.loader.stores.sigv4 import Credentials
+from loadstone.settings import variable
 
 _IGNORED = frozenset(
     {
@@ -124,34 +115,23 @@ class S3Options:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Credentials:
-    """One set of keys; never shown."""
-
-    key: str = field(repr=False)
-    secret: str = field(repr=False)
-    token: str | None = field(default=None, repr=False)
-
-
 class AwsSession:
-    """What botocore's session says, read once."""
+    """What the environment and a profile say, read once, and the keys that follow from it."""
 
     def __init__(self, options: S3Options) -> None:
-        import botocore.session  # noqa: PLC0415  50 to 100 ms, for S3 only
-
         self._options = options
         self._lock = threading.Lock()
-        self._session = botocore.session.Session(profile=options.profile, session_vars=_VARIABLES)
-        scoped = self._ask(self._session.get_scoped_config)
-        self.region = options.region or self._variable("loadstone_region") or self._variable("region")
-        self.endpoint = options.endpoint or self._endpoint(scoped)
-        self.ca_bundle = options.ca_bundle or self._variable("ca_bundle") or None
-        s3 = scoped.get("s3")
+        profile = AwsProfile(options.profile)
+        self._files = profile.name, profile.config_file, profile.credentials_file
+        self.region = options.region or profile.get("AWS_REGION", "AWS_DEFAULT_REGION", key="region")
+        self.endpoint = options.endpoint or _endpoint(profile)
+        self.ca_bundle = options.ca_bundle or profile.get("AWS_CA_BUNDLE", key="ca_bundle") or None
+        s3 = profile.values.get("s3")
         s3 = s3 if isinstance(s3, dict) else {}
         style = {"virtual": True, "path": False}.get(str(s3.get("addressing_style", "")))
         self.virtual_hosts = style if options.virtual_hosts is None else options.virtual_hosts
         self.anonymous = options.anonymous or _is_unsigned(
-            scoped.get("signature_version") or s3.get("signature_version")
+            profile.values.get("signature_version") or s3.get("signature_version")
         )
         self._source: Any = None  # botocore has no types
         self._found = False
@@ -168,14 +148,16 @@ class AwsSession:
             return None
         if self._options.key:
             return Credentials(self._options.key, self._options.secret, self._options.token or None)
+        if self._options.profile is None and (keys := _from_environment()) is not None:
+            return keys
         with self._lock:
             if not self._found:
-                self._source = self._ask(self._find)
+                self._source = _ask(self._find)
                 self._found = True
             source = self._source
         if source is None:
             return None
-        frozen = self._ask(source.get_frozen_credentials)
+        frozen = _ask(source.get_frozen_credentials)
         return Credentials(frozen.access_key, frozen.secret_key, frozen.token)
 
     def renew(self) -> bool:
@@ -186,68 +168,51 @@ class AwsSession:
         fresh = AwsSession(self._options)
         after = fresh.credentials()
         with self._lock:
-            self._session, self._source, self._found = fresh._session, fresh._source, fresh._found
+            self._source, self._found = fresh._source, fresh._found
         return before != after
 
     def _find(self) -> Any:
         """Walk botocore's chain, or take self-renewing keys that an earlier session found."""
-        from botocore.credentials import EnvProvider, RefreshableCredentials  # noqa: PLC0415
+        import botocore.session  # noqa: PLC0415  a tenth of a second, where keys do not lie at hand
+        from botocore.credentials import RefreshableCredentials  # noqa: PLC0415
 
-        profile = self._options.profile
-        if profile is None and (found := EnvProvider().load()) is not None:
-            return found
         # Roles and instances answer over the network: a hundred adapters must not ask a hundred times.
-        key = (
-            profile or self._variable("profile"),
-            self._variable("config_file"),
-            self._variable("credentials_file"),
-        )
         with _SHARED_LOCK:
-            if key in _SHARED:
-                return _SHARED[key]
-        found = self._session.get_credentials()
+            if self._files in _SHARED:
+                return _SHARED[self._files]
+        found = botocore.session.Session(profile=self._options.profile).get_credentials()
         if isinstance(found, RefreshableCredentials):
             with _SHARED_LOCK:
-                _SHARED[key] = found
+                _SHARED[self._files] = found
         return found
 
-    def _endpoint(self, scoped: Mapping[str, object]) -> str:
-        if self._variable("loadstone_ignore_endpoints").lower() == "true":
-            return ""
-        environment = self._variable("loadstone_endpoint_s3") or self._variable("loadstone_endpoint")
-        if environment:
-            return environment
-        services = _text(scoped.get("services"))
-        if services:
-            full = self._ask(lambda: self._session.full_config)
-            s3 = full.get("services", {}).get(services, {}).get("s3", {})
-            if isinstance(s3, dict) and s3.get("endpoint_url"):
-                return str(s3["endpoint_url"])
-        return _text(scoped.get("endpoint_url"))
 
-    def _variable(self, name: str) -> str:
-        return _text(self._ask(lambda: self._session.get_config_variable(name)))
-
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        from botocore.exceptions import BotoCoreError  # noqa: PLC0415
-
-        try:
-            return question()
-        except BotoCoreError as error:
-            raise AccessError(
-                f"the AWS configuration cannot be used: {error}; correct it, or give key and secret"
-            ) from None
+def _from_environment() -> Credentials | None:
+    """Return keys that the environment holds for good; whatever else it says of keys is left to botocore."""
+    key, secret = variable("AWS_ACCESS_KEY_ID"), variable("AWS_SECRET_ACCESS_KEY")
+    if not (key and secret) or variable("AWS_CREDENTIAL_EXPIRATION"):
+        return None
+    return Credentials(key, secret, variable("AWS_SESSION_TOKEN") or variable("AWS_SECURITY_TOKEN") or None)
 
 
-def sign(url: str, headers: Mapping[str, str], region: str, keys: Credentials) -> dict[str, str]:
-    """Return ``headers`` with an AWS signature (version 4) for a GET of ``url``."""
-    from botocore.auth import S3SigV4Auth  # noqa: PLC0415
-    from botocore.awsrequest import AWSRequest  # noqa: PLC0415
-    from botocore.credentials import ReadOnlyCredentials  # noqa: PLC0415
+def _endpoint(profile: AwsProfile) -> str:
+    ignored = profile.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", key="ignore_configured_endpoint_urls")
+    if ignored.lower() == "true":
+        return ""
+    return (
+        profile.get("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+        or _text(profile.service("s3").get("endpoint_url"))
+        or profile.get(key="endpoint_url")
+    )
 
-    request = AWSRequest(method="GET", url=url, headers=dict(headers))
-    S3SigV4Auth(ReadOnlyCredentials(keys.key, keys.secret, keys.token), "s3", region).add_auth(request)
-    return dict(request.headers.items())
+
+def _ask(question: Callable[[], Any]) -> Any:
+    from botocore.exceptions import BotoCoreError  # noqa: PLC0415
+
+    try:
+        return question()
+    except BotoCoreError as error:
+        raise unusable(error) from None
 
 
 def _mapping(options: Mapping[str, object], name: str, known: frozenset[str] | None) -> Mapping[str, object]:

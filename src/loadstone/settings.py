@@ -105,10 +105,10 @@ class Settings:
         """
         values: dict[str, object] = {}
         for setting in fields(cls):
-            variable = f"LOADSTONE_{setting.name.upper()}"
-            text = env.get(variable)
+            own = f"LOADSTONE_{setting.name.upper()}"
+            text = env.get(own)
             if text is not None:
-                values[setting.name] = _parse(variable, text, type(setting.default))
+                values[setting.name] = _parse(own, text, type(setting.default))
         return cls(**values)  # type: ignore[arg-type]
 
     def environment(self) -> dict[str, str]:
@@ -126,6 +126,11 @@ class Settings:
         if self.cache_dir:
             return _expanded(self.cache_dir)
         return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "loadstone"
+
+
+def variable(name: str) -> str:
+    """Return a variable of the environment that is not ours, such as AWS's own; empty when it is not set."""
+    return os.environ.get(name, "")
 
 
 def parse_size(text: str) -> int:
@@ -155,7 +160,7 @@ _EXPECTED = {
 }
 
 
-def _parse(variable: str, text: str, kind: type) -> object:
+def _parse(name: str, text: str, kind: type) -> object:
     try:
         if kind is bool:
             return _BOOLS[text.lower()]
@@ -163,4 +168,4 @@ def _parse(variable: str, text: str, kind: type) -> object:
             return parse_size(text)
         return kind(text)
     except (KeyError, ValueError):
-        raise SettingsError(f"{variable}={text!r} is not {_EXPECTED[kind]}") from None
+        raise SettingsError(f"{name}={text!r} is not {_EXPECTED[kind]}") from None

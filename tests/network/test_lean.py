@@ -35,7 +35,7 @@ def test_a_first_request_imports_little(kind: str) -> None:
                 "-c",
                 _SCRIPT,
                 location,
-                ",".join((*_HEAVY, *(["botocore"] if kind == "http" else []))),
+                ",".join((*_HEAVY, "botocore")),
             ],
             env=environment,
             capture_output=True,
