@@ -6,6 +6,7 @@ lock; two threads may look at the same file at once, and find the same.
 """
 
 import hashlib
+import math
 import os
 import threading
 import time
@@ -24,6 +25,8 @@ from loadstone.loader.tensors.views import DTYPES, is_aligned
 _MOST = 16_384
 _SAMPLE = 1024
 """Values that show nearly always that a tensor is not all zero."""
+_PIECE = 256 * 1024
+"""Values that are looked at one by one at a time."""
 _SETTLED = 2.0
 """Seconds after its last change from which on a file's times tell every later change from it."""
 
@@ -122,9 +125,11 @@ def _runs(blob: Blob, infos: Iterable[TensorInfo]) -> Iterator[torch.Tensor]:
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    # A sum is finite only if every term is, and costs a seventh of `isfinite`; a sum may overflow, too.
-    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-    return bool(torch.isfinite(values.sum(dtype=wide))) or bool(torch.isfinite(values).all())
+    # A sum is finite only if every term is; in the values' own dtype it takes no copy, but may overflow. Then
+    # each value is looked at, in pieces: what that takes of memory would otherwise stay with the process.
+    return math.isfinite(values.sum().item()) or all(
+        bool(torch.isfinite(piece).all()) for piece in torch.split(values.reshape(-1), _PIECE)
+    )
 
 
 def _is_zero(tensor: torch.Tensor) -> bool:

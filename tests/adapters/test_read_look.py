@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.autograd.profiler import profile
 
 import loadstone
 from loadstone.adapters.look import Look, look_at
@@ -52,9 +53,26 @@ def test_opposite_infinities_are_found(tmp_path: Path) -> None:
     )
 
 
-def test_values_whose_sum_overflows_are_numbers(tmp_path: Path) -> None:
-    large = torch.finfo(torch.float32).max
-    assert look(tmp_path, {"a": torch.full((8,), large), "b": torch.full((8,), -large)}).nonfinite == ()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_values_whose_sum_overflows_are_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
+    large = torch.finfo(dtype).max
+    tensors = {"a": torch.full((8,), large, dtype=dtype), "b": torch.full((8,), -large, dtype=dtype)}
+    assert look(tmp_path, tensors).nonfinite == ()
+    tensors["b"][3] = torch.nan
+    assert look(tmp_path, tensors).nonfinite == ("b",)
+
+
+@pytest.mark.parametrize("largest", [False, True])
+def test_a_look_takes_little_memory_even_for_a_moment(largest: bool, tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(1024, 1024, dtype=torch.bfloat16)}
+    if largest:
+        tensors["a"].fill_(torch.finfo(torch.bfloat16).max)  # their sum overflows
+    with profile(profile_memory=True, use_cpu=True) as seen:
+        found = look(tmp_path, tensors)
+    assert found.nonfinite == ()
+    events = seen.function_events
+    assert events is not None
+    assert max(event.self_cpu_memory_usage for event in events) < tensors["a"].nbytes / 2
 
 
 def test_a_tensor_is_zero_only_if_all_of_it_is(tmp_path: Path) -> None:
