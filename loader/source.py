@@ -41,6 +41,26 @@ class Progress:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class StatedDigest:
+    """What a store itself says of an object's bytes.
+
+    Attributes
+    ----------
+    etag : str
+        An MD5 in hex digits, followed by ``-N`` where it is one of the N parts' MD5s; empty when nothing is
+        known that is a digest.
+    part_size : int
+        Bytes of each part but the last; 0: the digest is of the whole.
+    reason : str
+        Why nothing is known.
+    """
+
+    etag: str = ""
+    part_size: int = 0
+    reason: str = ""
+
+
 class Blob(Protocol):
     """One object, pinned to one version."""
 
@@ -139,6 +159,16 @@ class Source(Protocol):
 
     def prefetch(self, spans: Sequence[Span]) -> Prefetch:
         """Start to bring ``spans`` here, in their order, in the background."""
+        ...
+
+    def stated_digest(self, blob: Blob) -> StatedDigest:
+        """Return what the store says of the digest of one of its blobs.
+
+        Raises
+        ------
+        ChangedError
+            The object is another version now.
+        """
         ...
 
     def settle(self, timeout: float | None = None) -> bool:

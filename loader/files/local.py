@@ -33,7 +33,7 @@ from loadstone.errors import (
 from loadstone.loader.files.mapping import map_private
 from loadstone.loader.files.residency import Residency, Window, begin_reading, is_cached, on_network
 from loadstone.loader.ranges import ByteRange, coalesce
-from loadstone.loader.source import Blob, Prefetch, Span
+from loadstone.loader.source import Blob, Prefetch, Span, StatedDigest
 from loadstone.loader.together import side_by_side
 
 _OPENERS = 8  # files opened side by side: hides latency of network file systems, few descriptors
@@ -233,6 +233,10 @@ class LocalSource:
         prefetch = Residency(windows)
         self._running.append(prefetch)
         return prefetch
+
+    def stated_digest(self, blob: Blob) -> StatedDigest:  # noqa: ARG002  a protocol's argument
+        """Return none: a folder knows no digests."""
+        return StatedDigest(reason="nobody published a digest of it")
 
     def settle(self, timeout: float | None = None) -> bool:  # noqa: ARG002  a protocol's argument
         """Return at once: nothing is written here."""

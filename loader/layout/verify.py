@@ -1,20 +1,24 @@
 """Compares files with the digests that somebody published for them.
 
-Digests come from ``loadstone.json``, and from an HF cache, whose blobs of large files are named by their
-sha256. Files are read from end to end, two at a time; local ones by ``pread``, never through their maps.
+Digests come from ``loadstone.json``, from an HF cache, whose blobs of large files are named by their sha256,
+and from a store whose ETags are digests (S3's of objects stored in one request, or in parts of one size).
+Files are read from end to end, two at a time; local ones by ``pread``, never through their maps.
 """
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from loadstone.errors import IntegrityError, LoadstoneError
 from loadstone.loader.layout.manifest import MANIFEST, FileRecord, Manifest
 from loadstone.loader.ranges import ByteRange, split
 from loadstone.loader.source import Blob, Source, Span
 from loadstone.loader.together import side_by_side
+
+Result = TypeVar("Result")
 
 _PIECE = 4 * 1024 * 1024
 _READERS = 2
@@ -33,14 +37,20 @@ class FileCheck:
         Its length in bytes.
     sha256 : str
         Its digest, empty when it was not computed.
+    etag : str
+        What an S3 ETag of these bytes would be, without quotes; empty when it was not computed.
     published : str
         Where the digest to compare with came from; empty when nobody published one.
+    reason : str
+        Why there is none to compare with; empty when there is one.
     """
 
     name: str
     size: int
     sha256: str
+    etag: str
     published: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,33 @@ class VerifyReport:
         return sum(file.size for file in self.verified)
 
 
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """A digest that a file should have: a sha256, or an ETag over parts of ``part_size`` (0: no parts)."""
+
+    digest: str = ""
+    by: str = ""
+    part_size: int | None = None
+    reason: str = ""
+
+    def of(self, blob: Blob) -> str:
+        """Compute the digest that ``blob`` has."""
+        return _sha256(blob) if self.part_size is None else etag_of(blob, self.part_size)
+
+    def told(self, name: str, found: str) -> str:
+        """Say that ``found`` is another digest."""
+        if self.part_size is None:
+            return f"{name} has sha256 {found}, but {self.by} says {self.digest}"
+        return f"{name} has an MD5 ETag of {found}, but {self.by} is {self.digest}"
+
+    def check(self, name: str, size: int, found: str) -> FileCheck:
+        """Return what is reported of a file."""
+        plain = self.part_size is None
+        return FileCheck(
+            name, size, found if plain else "", "" if plain else found, self.by, reason=self.reason
+        )
+
+
 def verify_files(
     source: Source, blobs: Mapping[str, Blob], manifest: Manifest | None, where: str
 ) -> VerifyReport:
@@ -82,26 +119,35 @@ def verify_files(
     opened = dict(_opened(source.open(names)))
     if manifest is not None:
         manifest.check_sizes({name: blob.size for name, blob in opened.items()}, where)
-    known = {name: _published(name, blob, listed) for name, blob in opened.items()}
-    _bring(source, [opened[name] for name, (digest, _) in known.items() if digest])
-    compared = [name for name in known if known[name][0]]
-    found = side_by_side(lambda name: _digest(opened[name]), compared, _READERS, "loadstone-verify")
-    digests = dict(zip(compared, found, strict=True))
-    wrong = [name for name, digest in digests.items() if digest != known[name][0]]
+    asked = _together(lambda name: _published(source, name, opened[name], listed), opened)
+    known = dict(zip(opened, asked, strict=True))
+    compared = [name for name, published in known.items() if published.digest]
+    _bring(source, [opened[name] for name in compared])
+    digests = _together(lambda name: known[name].of(opened[name]), compared)
+    found = dict(zip(compared, digests, strict=True))
+    wrong = [name for name in compared if found[name] != known[name].digest]
     if wrong:
+        told = "; ".join(known[name].told(name, found[name]) for name in wrong)
         raise IntegrityError(
-            f"{where} is damaged: "
-            + "; ".join(
-                f"{name} has sha256 {digests[name]}, but {known[name][1]} says {known[name][0]}"
-                for name in wrong
-            )
-            + "; fetch it again"
+            f"{where} is damaged: {told}; remove it from the cache (loadstone cache remove) and fetch again"
         )
     return VerifyReport(
-        tuple(
-            FileCheck(name, blob.size, digests.get(name, ""), known[name][1]) for name, blob in opened.items()
-        )
+        tuple(known[name].check(name, blob.size, found.get(name, "")) for name, blob in opened.items())
     )
+
+
+def _together(work: Callable[[str], Result], names: Iterable[str]) -> list[Result]:
+    return side_by_side(work, names, _READERS, "loadstone-verify")
+
+
+def etag_of(blob: Blob, part_size: int) -> str:
+    """Return what S3's ETag of ``blob`` is when it was stored in parts of ``part_size``, 0 for no parts."""
+    whole = ByteRange(0, blob.size)
+    if not part_size:
+        return _md5(blob, whole).hexdigest()
+    parts = list(split(whole, part_size))
+    digests = b"".join(_md5(blob, part).digest() for part in parts)
+    return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"
 
 
 def _opened(found: Mapping[str, Blob | LoadstoneError]) -> Iterable[tuple[str, Blob]]:
@@ -111,17 +157,20 @@ def _opened(found: Mapping[str, Blob | LoadstoneError]) -> Iterable[tuple[str, B
         yield name, blob
 
 
-def _published(name: str, blob: Blob, listed: Mapping[str, FileRecord]) -> tuple[str, str]:
+def _published(source: Source, name: str, blob: Blob, listed: Mapping[str, FileRecord]) -> _Published:
     """Return the digest a file should have and who says so, both empty when nobody does."""
     if name in listed:
-        return listed[name].sha256, MANIFEST
+        return _Published(listed[name].sha256, MANIFEST)
     # An HF cache keeps files as links to blobs; those of large files are named by their sha256.
     link = Path(blob.name)
     if link.is_symlink():
         target = link.resolve()
         if target.parent.name == "blobs" and _SHA256.fullmatch(target.name):
-            return target.name, "the HF cache's blob name"
-    return "", ""
+            return _Published(target.name, "the HF cache's blob name")
+    stated = source.stated_digest(blob)
+    if stated.etag:
+        return _Published(stated.etag, "the store's ETag", stated.part_size)
+    return _Published(reason=stated.reason)
 
 
 def _bring(source: Source, blobs: Iterable[Blob]) -> None:
@@ -132,8 +181,15 @@ def _bring(source: Source, blobs: Iterable[Blob]) -> None:
         source.prefetch(late).wait()
 
 
-def _digest(blob: Blob) -> str:
+def _sha256(blob: Blob) -> str:
     digest = hashlib.sha256()
     for part in split(ByteRange(0, blob.size), _PIECE):
         digest.update(blob.read(part))
     return digest.hexdigest()
+
+
+def _md5(blob: Blob, span: ByteRange) -> "hashlib._Hash":
+    digest = hashlib.md5(usedforsecurity=False)
+    for part in split(span, _PIECE):
+        digest.update(blob.read(part))
+    return digest

@@ -28,7 +28,7 @@ from loadstone.loader.node.prefetch import Fetcher
 from loadstone.loader.node.waiting import wait_for
 from loadstone.loader.node.whole import WholeBlob
 from loadstone.loader.ranges import BLOCK, ByteRange
-from loadstone.loader.source import Blob, Span
+from loadstone.loader.source import Blob, Span, StatedDigest
 from loadstone.loader.stores.store import Gate, Probe, RemoteObject, Sink, Store, Version, open_store
 from loadstone.settings import Settings
 
@@ -102,6 +102,15 @@ class RemoteBlob:
         """Raise when it was closed."""
         if self.closed:
             raise ClosedError(f"{self.name} was closed; open the checkpoint again")
+
+    def stated_digest(self) -> StatedDigest:
+        """Ask the store for a digest of this version."""
+        self.check_open()
+        if not self._version.pinned:
+            return StatedDigest(reason="its store gives no strong ETag")
+        return self._source.store.transport.stated_digest(
+            self._object, self._version, _ProbeGate(self._source)
+        )
 
     # What the fetcher asks (see `jobs.Fillable`).
 
@@ -205,6 +214,13 @@ class RemoteSource:
         with self._lock:
             self._handles = [old for old in self._handles if not old.done()] + [handle]
         return handle
+
+    def stated_digest(self, blob: Blob) -> StatedDigest:
+        """Ask the store for a digest of ``blob``; see `source.Source.stated_digest`."""
+        self._check_open()
+        if not isinstance(blob, RemoteBlob):
+            return StatedDigest(reason=f"it is no object of {self.name}")
+        return blob.stated_digest()
 
     def settle(self, timeout: float | None = None) -> bool:
         """Wait until complete blobs are sealed; ``False`` when ``timeout`` seconds went by first."""

@@ -28,6 +28,11 @@ _PUBLIC_HEADERS = ("accept-encoding", "if-match", "if-none-match", "range")
 class Access(Protocol):
     """Makes requests for a store's objects. Safe to use from many threads at a time."""
 
+    @property
+    def digest_tags(self) -> bool:
+        """Whether ETags of this store may be digests, as S3's are."""
+        ...
+
     def request(self, key: str, query: str, headers: Mapping[str, str]) -> Request:
         """Return a request for ``key``, signed as the store wants it."""
         ...

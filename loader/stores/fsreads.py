@@ -31,6 +31,7 @@ from loadstone.errors import (
 )
 from loadstone.loader.locations import Location, redact
 from loadstone.loader.ranges import ByteRange, split
+from loadstone.loader.source import StatedDigest
 from loadstone.loader.stores.answers import changed
 from loadstone.loader.stores.backoff import Manners, TemporaryError, Work
 from loadstone.loader.stores.store import CHUNK, Gate, Probe, RemoteObject, Sink, Version
@@ -166,6 +167,10 @@ class FsspecTransport:
             return version
 
         return self._persist(obj, gate, once)
+
+    def stated_digest(self, obj: RemoteObject, version: Version, gate: Gate) -> StatedDigest:  # noqa: ARG002
+        """Return none; see `Transport.stated_digest`."""
+        return StatedDigest(reason="a digest of it is not known for this kind of store")
 
     def close(self) -> None:
         """Refuse further work; see `Transport.close`."""

@@ -14,6 +14,8 @@ SIGNED_FOR = 3600
 class SignedAccess:
     """Makes requests by signed URLs, which are signed anew when they expire; see `Access`."""
 
+    digest_tags = False
+
     def __init__(self, sign: Callable[[str], str]) -> None:
         self._sign = sign
         self._lock = threading.Lock()

@@ -15,6 +15,7 @@ from typing import Protocol
 from loadstone.errors import LocationError
 from loadstone.loader.locations import Location
 from loadstone.loader.ranges import ByteRange
+from loadstone.loader.source import StatedDigest
 from loadstone.settings import Settings
 
 CHUNK = 1024 * 1024
@@ -150,6 +151,16 @@ class Transport(Protocol):
 
         After a fault it begins again: the sink then sees offset 0 again, and what it was given before is
         void. ``size_hint`` is the size the caller expects, -1 for unknown; another size is a `ChangedError`.
+        """
+        ...
+
+    def stated_digest(self, obj: RemoteObject, version: Version, gate: Gate) -> StatedDigest:
+        """Return what the store says of the digest of the pinned ``version``; moves no bytes of it.
+
+        Raises
+        ------
+        ChangedError
+            The object is another version now.
         """
         ...
 

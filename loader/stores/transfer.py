@@ -9,10 +9,13 @@ answer and buffer) stays in the thread that called. A sink is called in that thr
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
+from http.client import HTTPMessage
 from typing import cast
 
 from loadstone.errors import ChangedError, FormatError, LoadstoneError, TransferError
 from loadstone.loader.ranges import ByteRange
+from loadstone.loader.source import StatedDigest
 from loadstone.loader.stores.access import REDIRECTS, HttpObject, redirected, refusal_error
 from loadstone.loader.stores.answers import (
     changed,
@@ -27,6 +30,7 @@ from loadstone.loader.stores.answers import (
     strong_tag,
 )
 from loadstone.loader.stores.backoff import MIN_PROGRESS, Manners, MisanswerError, TemporaryError, Work
+from loadstone.loader.stores.etags import stated
 from loadstone.loader.stores.exchange import Answer, Pool
 from loadstone.loader.stores.redirects import Redirects
 from loadstone.loader.stores.store import CHUNK, Gate, Probe, RemoteObject, Sink, Version
@@ -112,6 +116,31 @@ class HttpTransport:
                     return body
             except TemporaryError as fault:
                 work.failed(fault)
+
+    def stated_digest(self, obj: RemoteObject, version: Version, gate: Gate) -> StatedDigest:
+        """Ask for the digest of ``version``; see `Transport.stated_digest`."""
+        target = _http(obj)
+        if not target.access.digest_tags:
+            return StatedDigest(reason="the ETags of its store are not known to be digests")
+        work = self._work(obj, gate)
+
+        def ask(query: str, headers: Mapping[str, str]) -> HTTPMessage:
+            while True:
+                try:
+                    return self._headers(replace(target, query=query), version, headers, work)
+                except TemporaryError as fault:
+                    work.failed(fault)
+
+        return stated(version, ask)
+
+    def _headers(
+        self, obj: HttpObject, version: Version, headers: Mapping[str, str], work: Work
+    ) -> HTTPMessage:
+        """Return the headers of an answer, and hang up on its body."""
+        with self._send(obj, {**headers, "If-Match": version.tag}, work) as answer:
+            if answer.status == 412:
+                raise changed(obj.name, version, f"its ETag is now {strong_tag(answer.headers)[:80]}")
+            return answer.headers
 
     def close(self) -> None:
         """Drop every connection; see `Transport.close`."""

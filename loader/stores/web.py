@@ -36,6 +36,8 @@ _SAS_PARTS = frozenset(
 class WebAccess:
     """Makes requests to one web server; see `Access`."""
 
+    digest_tags = False
+
     def __init__(self, location: Location, headers: Mapping[str, str]) -> None:
         self._origin = f"{location.scheme}://{location.authority}"
         self._headers = dict(headers)

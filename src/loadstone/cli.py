@@ -137,8 +137,8 @@ def _add_fetching(commands: "_Commands[argparse.ArgumentParser]") -> None:
         commands,
         "verify",
         "inspect:verify",
-        "Check every byte against the digests that are known for it: of loadstone.json, an HF cache, S3's ETags. "
-        "The exit status is 3 when a file could not be checked, 1 when one is damaged.",
+        "Check every byte against the digests that are known for it: in loadstone.json, an HF cache, S3's "
+        "ETags. The exit status is 3 when a file could not be checked, 1 when one is damaged.",
     )
     _reading(verify)
     _json(verify)

@@ -15,7 +15,7 @@ from loadstone.loader.files.local import LocalSource
 from loadstone.loader.format.header import TensorInfo
 from loadstone.loader.opening import read_checkpoint
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.source import Blob, Prefetch, Progress, Span
+from loadstone.loader.source import Blob, Prefetch, Progress, Span, StatedDigest
 from loadstone.loader.tensors.selection import join_neighbours
 
 
@@ -132,6 +132,9 @@ class LateSource:
     def prefetch(self, spans: Sequence[Span]) -> Prefetch:
         self.prefetches.append(LatePrefetch(spans, self._arrivals))
         return self.prefetches[-1]
+
+    def stated_digest(self, blob: Blob) -> StatedDigest:
+        return StatedDigest(reason="none is known")
 
     def settle(self, timeout: float | None = None) -> bool:
         return self._real.settle(timeout)

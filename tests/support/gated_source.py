@@ -10,7 +10,7 @@ from loadstone.loader.checkpoint import Checkpoint
 from loadstone.loader.files.local import LocalSource
 from loadstone.loader.opening import read_checkpoint
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.source import Blob, Prefetch, Progress, Span
+from loadstone.loader.source import Blob, Prefetch, Progress, Span, StatedDigest
 
 FIRST = 64 * 1024
 
@@ -144,6 +144,9 @@ class GatedSource:
 
     def prefetch(self, spans: Sequence[Span]) -> Prefetch:
         return NoPrefetch()
+
+    def stated_digest(self, blob: Blob) -> StatedDigest:
+        return self._real.stated_digest(blob)
 
     def settle(self, timeout: float | None = None) -> bool:
         return True

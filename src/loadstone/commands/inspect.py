@@ -11,6 +11,9 @@ from loadstone.loader.checkpoint import Checkpoint
 from loadstone.loader.format.header import TensorInfo
 from loadstone.loader.layout.manifest import MANIFEST
 
+UNCHECKED = 3
+"""Exit status of ``verify`` when a file could not be checked."""
+
 
 def inspect(args: argparse.Namespace) -> int:
     """Show what a checkpoint holds, from its headers alone."""
@@ -79,19 +82,28 @@ def _print_tensors(infos: list[TensorInfo]) -> None:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Check every byte against the digests known for it; fetch what is missing first."""
+    """Check every byte against the digests known for it; fetch what is missing first.
+
+    The exit status is 0 when every file was compared with a digest and matches, 3 when nothing wrong was
+    found but a file could not be checked, and 1, like for any error, when one is damaged.
+    """
     with open_checkpoint(args) as checkpoint:
         report = checkpoint.verify()
-        if args.json:
-            files = [{**asdict(file), "verified": bool(file.published)} for file in report.files]
-            print_json({"location": checkpoint.name, "files": files})
-            return 0
+        name = checkpoint.name
+    if args.json:
+        files = [{**asdict(file), "verified": bool(file.published)} for file in report.files]
+        print_json({"location": name, "files": files, "complete": not report.unknown})
+    else:
         for file in report.files:
-            verdict = f"matches the digest in {file.published}" if file.published else "not checked"
+            verdict = f"matches {file.published}" if file.published else f"not checked: {file.reason}"
             print(f"{file.name}: {human_bytes(file.size)}, {verdict}")
-        if report.unknown:
-            what = f"{len(report.unknown)} of {len(report.files)} files have no published digest"
-            print(
-                f"warning: {what}; write {MANIFEST} beside them, or keep them in an HF cache", file=sys.stderr
-            )
-    return 0
+    if not report.unknown:
+        return 0
+    if not args.json:
+        what = "nothing" if not report.verified else f"{len(report.verified)} of {len(report.files)} files"
+        print(
+            f"warning: {what} could be checked, since no digest of the rest is known; publish {MANIFEST} "
+            "beside the files",
+            file=sys.stderr,
+        )
+    return UNCHECKED
