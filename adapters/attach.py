@@ -29,8 +29,9 @@ from torch import nn
 from loadstone.adapters import fit, plan
 from loadstone.adapters.compute import lasting
 from loadstone.adapters.layout import FileUpdates, Layout
+from loadstone.adapters.rows import Forward
 from loadstone.adapters.stacks import STACK_FROM, Operations, Stack, Stacks
-from loadstone.adapters.steps import Changes, Forward, Step
+from loadstone.adapters.steps import Changes, Step
 from loadstone.errors import AdapterError
 
 _PLANS = 16
@@ -189,7 +190,7 @@ class Attacher:
                     lambda nbytes: self._make_room(nbytes, members.keys()),
                 )
         changes = {uid: each.changes for uid, each in members.items()}
-        return plan.mixed(key, changes, stack, self._device)
+        return plan.mixed(key, changes, stack, self._device, self._modules)
 
     def _attach(self, uid: int, version: Attachable, batch: Container[int]) -> None:
         if uid in self._attached:

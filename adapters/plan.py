@@ -1,24 +1,34 @@
-"""From the adapter of each row to a step for each module: worked out once for each membership of a batch."""
+"""From the adapter of each row to a step for each module: worked out once for each membership of a batch.
 
-from collections.abc import Mapping, Sequence
+Most modules are run once for the whole batch. A module is run apart, once for each adapter that changes
+anything in it, where rows cannot be told inside: a block of experts, whose tokens are flattened and sorted by
+expert, and a module that one adapter replaces while another changes something in it.
+"""
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from loadstone.adapters.compute import Experts, Linear, lasting
 from loadstone.adapters.stacks import Bucket, Stack
 from loadstone.adapters.steps import (
+    Apart,
     Arrangement,
     Change,
     Changes,
+    Group,
+    Inside,
     Mixed,
     OwnRows,
     Part,
     Run,
     Stacked,
     Step,
+    Turn,
     Uniform,
 )
-from loadstone.errors import AdapterUnsupportedError
 
 Plan = Mapping[str, Step]
 """A step for each module that any adapter of the batch changes."""
@@ -33,7 +43,11 @@ def uniform(changes: Changes) -> Plan:
 
 
 def mixed(
-    rows: Sequence[int | None], adapters: Mapping[int, Changes], stack: Stack | None, device: torch.device
+    rows: Sequence[int | None],
+    adapters: Mapping[int, Changes],
+    stack: Stack | None,
+    device: torch.device,
+    modules: Mapping[str, nn.Module],
 ) -> Plan:
     """Plan a batch of different adapters.
 
@@ -47,17 +61,19 @@ def mixed(
         Holds the low-rank operations of all of them; without one, each is computed by itself.
     device : torch.device
         Where the model computes.
-
-    Raises
-    ------
-    AdapterUnsupportedError
-        An adapter changes what only a batch of its own can compute.
+    modules : mapping
+        The model's, by name.
     """
     names = dict.fromkeys(name for changes in adapters.values() for name in changes)
-    _check_nested(names, adapters)
+    above = _run_apart(names, adapters, modules)
     with lasting():
         planner = _Planner(rows, adapters, stack, device)
-        return {name: planner.step(name) for name in names}
+        steps: dict[str, Step] = {name: planner.step(name) for name in names if name not in above}
+        for root in dict.fromkeys(above.values()):
+            steps |= planner.apart(
+                root, [name for name, own in above.items() if own == root and name != root]
+            )
+        return steps
 
 
 class _Planner:
@@ -89,7 +105,28 @@ class _Planner:
                 parts.append(OwnRows(change.operations, self._own[key]))
         for bucket, operations in stacked.values():
             parts += self._parts(bucket, operations)
-        return Mixed(name, len(self._rows), self._runs(name, changes), parts)
+        return Mixed(name, len(self._rows), self._runs(changes), parts)
+
+    def apart(self, root: str, inner: Sequence[str]) -> dict[str, Step]:
+        """Return the steps of a module that is run apart, and of the changed modules ``inner`` below it."""
+        users = {
+            key: each
+            for key, each in self._adapters.items()
+            if root in each or any(name in each for name in inner)
+        }
+        groups = [
+            Group(key, Uniform(each[root]) if root in each else None, self._own[key])
+            for key, each in users.items()
+        ]
+        others = [i for i, row in enumerate(self._rows) if row not in users]
+        if others:
+            groups.append(Group(None, None, self._tensor(others)))
+        turn = Turn()
+        steps: dict[str, Step] = {root: Apart(root, len(self._rows), turn, groups)}
+        for name in inner:
+            own = {key: Uniform(each[name]) for key, each in users.items() if name in each}
+            steps[name] = Inside(name, turn, own)
+        return steps
 
     def _parts(self, bucket: Bucket, operations: dict[int, Linear]) -> list[Part]:
         counts = {key: len(self._own[key]) for key in operations}
@@ -127,14 +164,9 @@ class _Planner:
             self._index(written, len(slots)),
         )
 
-    def _runs(self, name: str, changes: Mapping[int, Change]) -> list[Run]:
+    def _runs(self, changes: Mapping[int, Change]) -> list[Run]:
         runs: list[Run] = []
         for key, change in changes.items():
-            if isinstance(change.substitute, Experts):
-                raise AdapterUnsupportedError(
-                    f"an adapter of this batch changes parameters of {name} (target_parameters), whose "
-                    "tokens cannot be told apart by row; run it in a batch of its own"
-                )
             if change.substitute is not None:
                 runs.append(Run(change.substitute, self._own[key]))
         replaced = {key for key, change in changes.items() if change.substitute is not None}
@@ -151,18 +183,49 @@ class _Planner:
         return torch.tensor(values, dtype=torch.long, device=self._device)
 
 
-def _check_nested(names: Mapping[str, None], adapters: Mapping[int, Changes]) -> None:
-    """Refuse changes inside a module that another adapter replaces: whose rows arrive there is not known."""
-    replaced = {
-        name
-        for changes in adapters.values()
-        for name, change in changes.items()
-        if change.substitute is not None
-    }
-    for outer in replaced:
-        inner = next((name for name in names if name.startswith(outer + ".")), None)
-        if inner is not None:
-            raise AdapterUnsupportedError(
-                f"one adapter of the batch replaces {outer} and another changes {inner} inside it; run "
-                "them in batches of their own"
-            )
+def _run_apart(
+    names: Iterable[str], adapters: Mapping[int, Changes], modules: Mapping[str, nn.Module]
+) -> dict[str, str]:
+    """Return the changed modules that lie in a module that has to be run apart, with that module."""
+    names = tuple(names)
+    roots = {block for name in names if (block := _block(name, modules))}
+    for changes in adapters.values():
+        for name, change in changes.items():
+            if isinstance(change.substitute, Experts):
+                roots.add(_caller(name, modules))
+            elif change.substitute is not None and any(other.startswith(name + ".") for other in names):
+                roots.add(name)
+    found = {}
+    for name in names:
+        above = [root for root in roots if name == root or name.startswith(root + ".")]
+        if above:
+            found[name] = min(above, key=len)
+    return found
+
+
+def _block(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the block of experts that a module lies in: it has ``experts``, and one input; or nothing."""
+    while name:
+        name = name.rpartition(".")[0]
+        module = modules.get(name)
+        if name and module is not None and "experts" in module._modules and _has_one_input(module):
+            return name
+    return ""
+
+
+def _has_one_input(module: nn.Module) -> bool:
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    return (
+        sum(each.default is each.empty and each.kind == each.POSITIONAL_OR_KEYWORD for each in parameters)
+        == 2
+    )
+
+
+def _caller(name: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the module to run apart for one whose parameters an adapter changes.
+
+    Where it is no plain layer, its parent: it may get the tokens of all rows in one dimension.
+    """
+    parent = name.rpartition(".")[0]
+    plain = isinstance(modules[name], nn.Linear | nn.Embedding)
+    return name if plain or not parent else parent

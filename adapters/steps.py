@@ -2,17 +2,21 @@
 
 A `Uniform` step serves a batch of one adapter, whatever the shapes. A `Mixed` step needs the batch's rows in
 the first dimension of the module's input: low-rank updates of many adapters go through a `Stacked` part, one
-pair of products for all of them, and everything else is computed for each adapter on its own rows.
+pair of products for all of them, and everything else is computed for each adapter on its own rows. Inside
+some modules rows cannot be told apart, as a block of experts mixes the tokens of all of them: an `Apart` step
+runs such a module once for each adapter, on that adapter's rows, and `Inside` steps know whose turn it is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from loadstone.adapters.compute import Experts, Linear, Operation, Replaced, combine, lasting
+from loadstone.adapters.rows import Forward, not_by_row, run_apart
 from loadstone.adapters.stacks import Bucket
 from loadstone.errors import AdapterUnsupportedError
 
@@ -42,7 +46,6 @@ class Change:
 Changes = Mapping[str, Change]
 """One adapter's changes, by module."""
 
-Forward = Callable[..., object]
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
 
@@ -87,7 +90,7 @@ class Part(Protocol):
 class Run:
     """Rows that a replacement (or, when ``None``, the module itself) computes."""
 
-    replacement: Replaced | None
+    replacement: Forward | None
     rows: Tensor
 
 
@@ -104,29 +107,95 @@ class Mixed:
 
     def __call__(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run the module, or for some rows replacements, and then each part on its rows."""
-        x = _first(args, kwargs)
-        if len(x) != self._count:
-            raise AdapterUnsupportedError(
-                f"{self._name} got an input of {len(x)} rows in a mixed batch of {self._count} rows, so "
-                "whose they are cannot be told; run these adapters in batches of their own"
-            )
-        if not self._runs:
-            result = _tensor(forward(*args, **kwargs))
-        elif len(args) + len(kwargs) == 1:
-            result = self._run_apart(forward, x)
+        if self._runs:
+            calls: list[tuple[Forward, Tensor]] = [
+                (run.replacement or forward, run.rows) for run in self._runs
+            ]
+            result = run_apart(calls, args, kwargs, count=self._count, name=self._name)
         else:
-            raise AdapterUnsupportedError(
-                f"{self._name} takes more than one input, so its replacement cannot share a batch; run these "
-                "adapters in batches of their own"
-            )
-        for part in self._parts:
-            result = part(module, x, result)
+            found = len(_first(args, kwargs))
+            if found != self._count:
+                raise not_by_row(self._name, found, self._count)
+            result = forward(*args, **kwargs)
+        if self._parts:
+            x, changed = _first(args, kwargs), _tensor(result)
+            for part in self._parts:
+                changed = part(module, x, changed)
+            return changed
         return result
 
-    def _run_apart(self, forward: Forward, x: Tensor) -> Tensor:
-        pieces = [_tensor((run.replacement or forward)(x.index_select(0, run.rows))) for run in self._runs]
-        order = torch.cat([run.rows for run in self._runs]).argsort()
-        return torch.cat(pieces).index_select(0, order)
+
+class Turn:
+    """Whose rows a module is run for now; shared by an `Apart` step and the `Inside` steps below it."""
+
+    __slots__ = ("is_on", "key")
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.key: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rows of one adapter, or (``key`` is ``None``) of all for whom nothing changes in a module."""
+
+    key: int | None
+    step: Step | None
+    rows: Tensor
+
+
+class Apart:
+    """A module is run once for each adapter that changes anything in it."""
+
+    __slots__ = ("_count", "_groups", "_name", "_turn")
+
+    def __init__(self, name: str, count: int, turn: Turn, groups: Sequence[Group]) -> None:
+        self._name = name
+        self._count = count
+        self._turn = turn
+        self._groups = groups
+
+    def __call__(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
+        """Run the module for each group of rows."""
+        calls: list[tuple[Forward, Tensor]] = [
+            (partial(self._run, module, forward, group), group.rows) for group in self._groups
+        ]
+        return run_apart(calls, args, kwargs, count=self._count, name=self._name)
+
+    def _run(
+        self, module: nn.Module, forward: Forward, group: Group, *args: object, **kwargs: object
+    ) -> object:
+        turn = self._turn
+        before = turn.is_on, turn.key
+        turn.is_on, turn.key = True, group.key
+        try:
+            if group.step is None:
+                return forward(*args, **kwargs)
+            return group.step(module, forward, args, kwargs)
+        finally:
+            turn.is_on, turn.key = before
+
+
+class Inside:
+    """A module below one that is run apart: it has the changes of the adapter whose turn it is."""
+
+    __slots__ = ("_name", "_steps", "_turn")
+
+    def __init__(self, name: str, turn: Turn, steps: Mapping[int, Step]) -> None:
+        self._name = name
+        self._turn = turn
+        self._steps = steps
+
+    def __call__(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
+        """Run the module with those changes."""
+        if not self._turn.is_on:
+            raise AdapterUnsupportedError(
+                f"{self._name} was called from outside the module that it belongs to, so whose rows it got "
+                "cannot be told; run these adapters in batches of their own"
+            )
+        key = self._turn.key
+        step = None if key is None else self._steps.get(key)
+        return forward(*args, **kwargs) if step is None else step(module, forward, args, kwargs)
 
 
 class OwnRows:
@@ -222,6 +291,6 @@ def _tensor(value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise AdapterUnsupportedError(
             f"a module that an adapter changes works on {type(value).__name__}, not on one tensor; such a "
-            "module can only be replaced, in a batch of one adapter"
+            "module can only be replaced as a whole (modules_to_save)"
         )
     return value

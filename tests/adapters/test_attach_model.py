@@ -274,18 +274,20 @@ def test_a_replaced_block_is_run_with_its_own_parameters_in_mixed_batches_too() 
     torch.testing.assert_close(got, torch.stack([other.head(x)[0], model.head(x)[1], other.head(x)[2]]))
 
 
-def test_a_replaced_block_and_a_change_inside_it_cannot_share_a_batch() -> None:
-    model = Parts()
-    whole = Version(1, {"head": (all_of(model.head),)})
+def test_a_replaced_block_and_a_change_inside_it_share_a_batch() -> None:
+    model, other = Parts(), Parts()
+    whole = Version(1, {"head": (all_of(other.head),)})
     inner = Version(2, {"head.0": (low_rank(4, 4),)})
     attacher = Attacher(model, 1 << 20)
-    with (
-        pytest.raises(AdapterUnsupportedError, match=r"replaces head and another changes head\.0"),
-        attacher.apply([whole, inner]),
-    ):
-        pass
-    with attacher.apply([inner, None]):
-        assert model.head(torch.ones(2, 4)).shape == (2, 2)
+    x = torch.randn(3, 4)
+    with attacher.apply([inner] * 3):
+        changed = model.head(x)
+    with attacher.apply([whole, None, inner]):
+        got = model.head(x)
+        with pytest.raises(AdapterUnsupportedError, match=r"head\.0 was called from outside"):
+            model.head[0](x)
+    torch.testing.assert_close(got, torch.stack([other.head(x)[0], model.head(x)[1], changed[2]]))
+    assert not torch.equal(changed, model.head(x))
 
 
 def test_two_pools_over_one_model_take_turns(tmp_path: Path) -> None:

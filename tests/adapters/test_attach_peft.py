@@ -11,8 +11,6 @@ from tests.support.peft_adapters import gpt2, llama, mixtral
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from loadstone.errors import AdapterUnsupportedError
-
 LLAMA: Mapping[str, Mapping[str, Any]] = {
     "plain": {"target_modules": ALL_LINEAR},
     "plain2": {"target_modules": ALL_LINEAR, "lora_alpha": 10},
@@ -193,22 +191,59 @@ def test_new_tokens_reach_a_head_that_is_tied_to_the_embedding(tmp_path: Path) -
     assert not torch.allclose(got[0], zoo.answer(None, ids)[0])
 
 
-def test_experts_answer_as_in_peft_alone_and_are_refused_in_a_mixed_batch(tmp_path: Path) -> None:
-    configs = {
-        "experts": {
-            "target_modules": ["q_proj"],
-            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        },
-        "plain": {"target_modules": ["q_proj"]},
-    }
-    zoo = build_zoo(tmp_path, mixtral, configs)
-    model = zoo.make()
+EXPERTS: Mapping[str, Mapping[str, Any]] = {
+    "experts": {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+    "down": {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"], "r": 2},
+    "gate": {"target_modules": ["v_proj"], "target_parameters": ["mlp.gate.weight"]},
+    "block": {"target_modules": ["v_proj"], "modules_to_save": ["mlp"]},
+    "plain": {"target_modules": ["q_proj", "k_proj"]},
+    "dora": {"target_modules": ["q_proj", "o_proj"], "use_dora": True},
+}
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    return build_zoo(tmp_path_factory.mktemp("mixtral"), mixtral, EXPERTS)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_an_adapter_of_experts_answers_bit_for_bit_as_in_peft(experts: Zoo, name: str) -> None:
+    model = experts.make()
     ids = some_ids(2)
-    with zoo.pool(model) as pool:
-        assert torch.equal(applied(pool, model, ["experts"] * 2, ids), zoo.answer("experts", ids))
-        with pytest.raises(AdapterUnsupportedError, match="batch of its own"):
-            applied(pool, model, ["experts", "plain"], ids)
-        assert torch.equal(applied(pool, model, ["plain"] * 2, ids), zoo.answer("plain", ids))
+    with experts.pool(model) as pool:
+        assert torch.equal(applied(pool, model, [name] * 2, ids), experts.answer(name, ids))
+
+
+@mixtures(
+    "experts plain",
+    "experts base",
+    "down experts down base",
+    "gate base experts",
+    "block experts base gate block",
+    "experts plain down dora gate block base experts",
+)
+def test_rows_with_experts_of_their_own_share_a_batch(experts: Zoo, names: list[str]) -> None:
+    model = experts.make()
+    with experts.pool(model) as pool:
+        for length in (1, len(names), 7):
+            ids = some_ids(len(names), length)
+            got = applied(pool, model, rows_of(names), ids)
+            wanted = reference(experts, rows_of(names), ids)
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_generation_gives_each_row_the_text_of_its_own_experts(experts: Zoo) -> None:
+    model = experts.make()
+    ids = some_ids(4, length=4)
+    names = ["experts", None, "down", "plain"]
+    with experts.pool(model) as pool, pool.lease(names) as lease, pool.apply(lease.rows):
+        got = generated(model, ids)
+    for row, name in enumerate(names):
+        alone = generated(experts.peft(name) if name else experts.make(), ids[row : row + 1])
+        assert torch.equal(got[row], alone[0])
 
 
 def test_a_plain_parameter_of_a_narrower_adapter_answers_as_in_peft(tmp_path: Path) -> None:
