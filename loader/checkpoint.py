@@ -21,7 +21,7 @@ from loadstone.loader.format.header import TensorInfo
 from loadstone.loader.layout.manifest import Manifest
 from loadstone.loader.layout.verify import VerifyReport, verify_files
 from loadstone.loader.locations import check_name
-from loadstone.loader.order import fetch_order
+from loadstone.loader.order import as_read, fetch_order
 from loadstone.loader.ranges import ByteRange, coalesce
 from loadstone.loader.source import Prefetch, Source, Span
 from loadstone.loader.tensors import selection, stream
@@ -255,8 +255,6 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         TensorNotFoundError
             One of the patterns matches nothing.
         """
-        if patterns is None:
-            return list(self._infos)
         return selection.match(self._infos, self._opened.tied, patterns, self.name)
 
     def prefetch(self, patterns: Patterns = None) -> Prefetch:
@@ -266,16 +264,18 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         """
         self._check_open()
         first = opening.companion_spans(self._opened) if patterns is None else []
-        names = fetch_order(self._infos[name] for name in self.match(patterns))
-        return self.source.prefetch([*first, *self._spans(names)])
+        infos = as_read(self._infos[name] for name in self.match(patterns))
+        return self.source.prefetch([*first, *self._spans(infos)])
 
     def prefetch_names(self, names: Iterable[str]) -> Prefetch:
-        """Begin to bring tensors here in the background, in exactly the order given."""
-        return self.source.prefetch(self._spans(names))
+        """Begin to bring tensors here in the background, in the order given."""
+        return self._begin(map(self.info, names))
 
-    def _spans(self, names: Iterable[str]) -> list[Span]:
-        joined = selection.join_neighbours([self.info(name) for name in names])
-        return [Span(self._opened.blobs[file], span) for file, span in joined]
+    def _begin(self, infos: Iterable[TensorInfo]) -> Prefetch:
+        return self.source.prefetch(self._spans(infos))
+
+    def _spans(self, infos: Iterable[TensorInfo]) -> list[Span]:
+        return [Span(self._opened.blobs[file], span) for file, span in selection.join_neighbours(infos)]
 
     def stream(
         self,
@@ -298,7 +298,8 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         device : str, int or torch.device
             Where to put them. CUDA devices are written through page-locked buffers of bounded size.
         """
-        pairs = stream.stream(self, self.match(patterns), order, copy=copy)
+        infos = [self._infos[name] for name in self.match(patterns)]
+        pairs = stream.stream(infos, order, self._reader, self._begin, copy=copy)
         if device == "cpu":
             return pairs
         from loadstone.loader.tensors.device import to_device  # noqa: PLC0415  imports torch
@@ -307,7 +308,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
 
     def file_order(self) -> list[str]:
         """Return all names in the order in which they lie in the files."""
-        return selection.in_order(list(self._infos.values()), "file")
+        return [info.name for info in selection.in_order(list(self._infos.values()), "file")]
 
     def save_order(self) -> list[str]:
         """Return all names in the order in which a publisher should write them: as a model uses them."""

@@ -8,8 +8,10 @@ is only a guess that makes waiting short; nothing depends on it being right.
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from operator import itemgetter
+from typing import NamedTuple, Protocol, TypeVar
 
+from loadstone.loader.format.gcpause import paused_gc
 from loadstone.loader.ranges import ByteRange, coalesce, split, to_blocks
 
 _EMBEDDING = re.compile(
@@ -20,6 +22,7 @@ _EXPERT = re.compile(r"(?:^|\.)experts?(?:\.|_|$)")
 _HEAD = re.compile(r"(^|\.)(lm_head|output|embed_out|score|classifier|cls|qa_outputs|pooler)(\.|$)")
 _NORM = re.compile(r"(^|\.)(\w*norm\w*|ln_f|ln_\w+)(\.|$)", re.IGNORECASE)
 _DECODER = re.compile(r"(^|\.)decoder(\.|$)")
+_OBJECT = 200  # bytes, about, of what is made of each tensor to sort them
 
 
 class Named(Protocol):
@@ -63,9 +66,8 @@ class Wanted:
     range: ByteRange
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Rank:
-    """Where a tensor comes in a forward pass; fields are compared in order."""
+class _Rank(NamedTuple):
+    """Where a tensor comes in a forward pass; compared as a tuple, since there may be 100,000 of them."""
 
     decoder: bool
     stage: int
@@ -81,7 +83,12 @@ _FIRST, _LAYERS, _UNKNOWN, _FINAL, _LAST = range(5)
 
 def fetch_order(infos: Iterable[Named]) -> list[str]:
     """Return the tensors' names in the order in which a forward pass reads them."""
-    return [rank.name for rank in sorted(map(_rank, infos))]
+    return [info.name for info in as_read(infos)]
+
+
+def as_read(infos: Iterable[NamedInfo]) -> list[NamedInfo]:
+    """Return tensors in the order in which a forward pass reads them."""
+    return [info for _, info in _ranked(infos)]
 
 
 def first_layer(infos: Iterable[NamedInfo]) -> list[NamedInfo]:
@@ -89,7 +96,7 @@ def first_layer(infos: Iterable[NamedInfo]) -> list[NamedInfo]:
 
     Of a model whose names show no layers, that is everything.
     """
-    ranked = sorted(((_rank(info), info) for info in infos), key=lambda pair: pair[0])
+    ranked = _ranked(infos)
     lowest = min((rank.layer for rank, _ in ranked if rank.stage == _LAYERS), default=None)
     if lowest is None:
         return [info for _, info in ranked]
@@ -149,6 +156,12 @@ def _merged(batch: dict[int, list[Wanted]], limit: int) -> list[Wanted]:
         for blob, wants in batch.items()
         for span in requests([want.range for want in wants], wants[0].size, limit)
     ]
+
+
+def _ranked(infos: Iterable[NamedInfo]) -> list[tuple[_Rank, NamedInfo]]:
+    infos = list(infos)
+    with paused_gc(_OBJECT * len(infos)):
+        return sorted([(_rank(info), info) for info in infos], key=itemgetter(0))
 
 
 def _rank(info: Named) -> _Rank:

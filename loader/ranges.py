@@ -6,9 +6,12 @@ separate policy (several MiB), so that a small read moves few bytes and a large 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 BLOCK = 64 * 1024
 """Bytes in a block: a multiple of every page size in use, so a complete block never shares a page."""
+
+_START = attrgetter("start")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -43,7 +46,7 @@ def to_blocks(span: ByteRange, size: int) -> ByteRange:
 def coalesce(spans: Iterable[ByteRange], gap: int = 0) -> list[ByteRange]:
     """Sort ``spans`` and join those that overlap, touch, or lie at most ``gap`` bytes apart."""
     joined: list[ByteRange] = []
-    for span in sorted(span for span in spans if span.nbytes):
+    for span in sorted([span for span in spans if span.stop > span.start], key=_START):
         if joined and span.start - joined[-1].stop <= gap:
             joined[-1] = ByteRange(joined[-1].start, max(joined[-1].stop, span.stop))
         else:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from loadstone.loader.format.gcpause import paused_gc
 from loadstone.loader.format.header import TensorInfo
 from loadstone.loader.ranges import ByteRange
 from loadstone.loader.source import Blob
@@ -15,6 +16,8 @@ from loadstone.loader.tensors.tensor_slice import TensorSlice
 
 Ensure = Callable[[Mapping[str, Sequence[ByteRange]]], None]
 """Waits for byte ranges of files."""
+
+_OBJECT = 200  # bytes, about, of a tensor's Python object
 
 
 class Reader:
@@ -46,7 +49,8 @@ class Reader:
         for info in infos:
             views.torch_dtype(info)
         self._wait(infos)
-        return [self._arrived(info) for info in infos]
+        with paused_gc(0 if self._always_copy else _OBJECT * len(infos)):
+            return [self._arrived(info) for info in infos]
 
     def copies(self, infos: Iterable[TensorInfo]) -> list[torch.Tensor]:
         """Wait for tensors, all together, and return copies, read without going through a map."""
@@ -55,6 +59,10 @@ class Reader:
             views.torch_dtype(info)
         self._wait(infos)
         return [views.copied(info, self._blobs[info.file]) for info in infos]
+
+    def is_ready(self, info: TensorInfo) -> bool:
+        """Say whether a tensor can be used without waiting."""
+        return self._blobs[info.file].ready(info.range)
 
     def view(self, info: TensorInfo) -> torch.Tensor:
         """Return a tensor without waiting for it, unless it has to be copied."""

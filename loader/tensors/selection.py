@@ -8,12 +8,13 @@ from typing import Literal, get_args
 
 from loadstone.errors import SettingsError, TensorNotFoundError
 from loadstone.loader.format.header import TensorInfo
-from loadstone.loader.order import fetch_order
-from loadstone.loader.ranges import ByteRange
+from loadstone.loader.order import as_read
+from loadstone.loader.ranges import ByteRange, coalesce
 
 Order = Literal["arrival", "layer", "file"]
 
 _GAP = 4096  # neighbours in a file that are this close are asked for together
+_BATCH = 1024 * 1024  # bytes within which many small tensors are taken in the order of the files
 _NEAR = 20_000  # up to this many names, a misspelt one is compared with all of them
 
 
@@ -25,15 +26,19 @@ def missing(name: object, names: Collection[str], where: str) -> TensorNotFoundE
 
 
 def match(
-    names: Iterable[str], tied: Mapping[str, str], patterns: str | Iterable[str], where: str
+    names: Iterable[str], tied: Mapping[str, str], patterns: str | Iterable[str] | None, where: str
 ) -> list[str]:
     """Return the names that match one of the ``fnmatch`` patterns, case counting, in their own order.
+
+    ``None`` matches all of them.
 
     Raises
     ------
     TensorNotFoundError
         A pattern matches nothing.
     """
+    if patterns is None:
+        return list(names)
     wanted = [patterns] if isinstance(patterns, str) else list(patterns)
     stored = dict.fromkeys(names)
     chosen: set[str] = set()
@@ -49,8 +54,8 @@ def match(
     return [name for name in stored if name in chosen]
 
 
-def in_order(infos: Sequence[TensorInfo], order: Order) -> list[str]:
-    """Return names by layer, or as they lie in the files.
+def in_order(infos: Sequence[TensorInfo], order: Order) -> list[TensorInfo]:
+    """Return tensors by layer, or as they lie in the files.
 
     Raises
     ------
@@ -60,20 +65,35 @@ def in_order(infos: Sequence[TensorInfo], order: Order) -> list[str]:
     if order not in get_args(Order):
         raise SettingsError(f"order {order!r} is not one that is known; use one of {get_args(Order)}")
     if order == "file":
-        return [info.name for info in sorted(infos, key=lambda info: (info.file, info.offset, info.name))]
-    return fetch_order(infos)
+        return sorted(infos, key=lambda info: (info.file, info.offset, info.name))
+    return as_read(infos)
 
 
 def join_neighbours(infos: Iterable[TensorInfo]) -> list[tuple[str, ByteRange]]:
-    """Return (file, bytes) of tensors in their order; ones that follow each other in a file as one range."""
+    """Return (file, bytes) of tensors in their order; ones that lie side by side in a file as one range.
+
+    Order is kept from one `_BATCH` of bytes to the next: a hundred thousand small tensors, in an order that
+    is not the file's, must not be a hundred thousand requests.
+    """
     joined: list[tuple[str, ByteRange]] = []
+    batch: dict[str, list[ByteRange]] = {}
+    nbytes = 0
     for info in infos:
-        if info.nbytes == 0:
-            continue
-        if joined:
-            file, last = joined[-1]
-            if file == info.file and last.start <= info.offset <= last.stop + _GAP:
-                joined[-1] = (file, ByteRange(last.start, max(last.stop, info.offset + info.nbytes)))
-                continue
-        joined.append((info.file, info.range))
+        if info.nbytes:
+            batch.setdefault(info.file, []).append(info.range)
+            nbytes += info.nbytes
+            if nbytes >= _BATCH:
+                _append(joined, batch)
+                batch, nbytes = {}, 0
+    _append(joined, batch)
     return joined
+
+
+def _append(joined: list[tuple[str, ByteRange]], batch: dict[str, list[ByteRange]]) -> None:
+    for file, spans in batch.items():
+        for span in coalesce(spans, _GAP):
+            last_file, last = joined[-1] if joined else ("", span)
+            if last_file == file and last.start <= span.start <= last.stop + _GAP:
+                joined[-1] = (file, ByteRange(last.start, max(last.stop, span.stop)))
+            else:
+                joined.append((file, span))

@@ -1,12 +1,14 @@
 """Streams, patterns and orders, with bytes that arrive when the test lets them."""
 
+import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from tests.support.checkpoints import model_tensors, write_sharded
+from tests.support.checkpoints import model_tensors, write_file, write_sharded
 
 import loadstone
 from loadstone.errors import LoadstoneError, SettingsError, StalledError, TensorNotFoundError, TransferError
@@ -299,11 +301,32 @@ def test_neighbours_are_asked_for_together() -> None:
         TensorInfo("other", "U8", (10,), "y", 60, 10),
     ]
     assert join_neighbours(infos) == [
-        ("x", ByteRange(100, 1010)),
+        ("x", ByteRange(50, 1010)),
         ("x", ByteRange(99_000, 99_010)),
-        ("x", ByteRange(50, 60)),
         ("y", ByteRange(60, 70)),
     ]
+
+
+def test_many_small_tensors_in_another_order_are_few_requests() -> None:
+    infos = [TensorInfo(str(n), "U8", (64,), "x", 100 + 64 * n, 64) for n in range(20_000)]
+    shuffled = random.Random(3).sample(infos, len(infos))
+    assert join_neighbours(infos) == [("x", ByteRange(100, 100 + 64 * 20_000))]
+    assert len(join_neighbours(shuffled)) < 10
+    large = [TensorInfo(str(n), "U8", (1 << 20,), "x", n << 20, 1 << 20) for n in (5, 1, 3)]
+    assert join_neighbours(large) == [("x", info.range) for info in large]  # the order given is kept
+
+
+def test_streaming_many_small_tensors_takes_linear_time(tmp_path: Path) -> None:
+    seconds = []
+    for count in (4_000, 32_000):
+        path = tmp_path / f"{count}.safetensors"
+        write_file(path, {f"layers.{n}.w": ("U8", (1,)) for n in range(count)})
+        with loadstone.open(path) as ckpt:
+            assert len(list(ckpt.stream())) == count
+            began = time.process_time()
+            assert [name for name, _ in ckpt.stream()] == ckpt.save_order()
+            seconds.append(time.process_time() - began)
+    assert seconds[1] < 24 * seconds[0]  # eight times as many; in quadratic time, sixty-four times as long
 
 
 def test_an_order_that_is_not_known_is_refused(tmp_path: Path) -> None:
