@@ -94,8 +94,9 @@ class BaseIndex:
 
     def missing_prefix(self, module: str) -> str:
         """Return the prefix that the checkpoint lacks in front of ``module``'s name, or nothing."""
-        top = module.partition(".")[0]
-        return "" if top in self._tops or not self.has_module(module) else top + "."
+        if module in self._modules or not self.has_module(module):
+            return ""
+        return module.partition(".")[0] + "."
 
     def is_conv1d(self, module: str) -> bool | None:
         """Say whether ``module`` is a ``Conv1D``, or ``None`` when the base does not say what it is."""

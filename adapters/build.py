@@ -14,7 +14,7 @@ from loadstone.adapters.experts import Experts, Group, build_experts, targeted_p
 from loadstone.adapters.keys import Key, Kind, parse_keys
 from loadstone.adapters.parts import Parts, Tensors, embedding, linear, resized
 from loadstone.adapters.patterns import Matcher, matcher
-from loadstone.adapters.updates import Replacement, TokenRows, Update
+from loadstone.adapters.updates import LowRank, Replacement, TokenRows, Update
 from loadstone.errors import AdapterBaseError, AdapterFormatError, AdapterUnsupportedError
 
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -339,12 +339,18 @@ class _Builder:
         update = TokenRows(rows, self.contents.tensor(key.text))
         twins = [twin for twin in self._twins(f"{module}.weight") if twin not in self.rows]
         for place in (module, *twins):
-            if place in self.built.updates:
-                raise AdapterUnsupportedError(
-                    f"{self.where}: module {place!r} has rows of tokens and another update;"
-                    " only one of them can be applied"
-                )
-            self.built.add(place, update)
+            self._add_rows_to(place, update, is_twin=place != module)
+
+    def _add_rows_to(self, module: str, update: TokenRows, *, is_twin: bool) -> None:
+        """Put new rows into a weight before a plain low-rank update of a tied head, as PEFT does."""
+        others = self.built.updates.get(module, ())
+        plain = all(isinstance(each, LowRank) and each.magnitude is None for each in others)
+        if others and not (is_twin and plain):
+            raise AdapterUnsupportedError(
+                f"{self.where}: module {module!r} has rows of tokens and another update; only a head tied to"
+                " the embedding can have both, and without DoRA. PEFT does not apply it either"
+            )
+        self.built.updates[module] = (update, *others)
 
     def _twins(self, name: str) -> Iterator[str]:
         """Yield the modules whose weight is tied to the parameter ``name``."""

@@ -197,7 +197,11 @@ class Embedding:
 
 
 class Tokens:
-    """Rows of an embedding replaced; on a linear layer (a tied head), the same rows of its weight."""
+    """Rows of an embedding replaced; on a linear layer (a tied head), the same rows of its weight.
+
+    PEFT's forward of such a head leaves out the head's own bias, with which the adapter was trained, so this
+    one does too.
+    """
 
     __slots__ = ("_lookup", "_rows", "_values")
 
@@ -212,8 +216,8 @@ class Tokens:
         """Put the new rows, or the outputs that they give, in place of the base's."""
         if not self._lookup:
             bias = module.bias
-            own = bias[self._rows] if isinstance(bias, Tensor) else None
-            return result.index_copy(-1, self._rows, F.linear(x, self._values, own))
+            own = result - bias if isinstance(bias, Tensor) else result
+            return own.index_copy(-1, self._rows, F.linear(x, self._values))
         position = torch.searchsorted(self._rows, x).clamp_(max=len(self._rows) - 1)
         found = (self._rows[position] == x).unsqueeze(-1)
         new = F.embedding(position, self._values)

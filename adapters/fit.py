@@ -56,6 +56,8 @@ def check(modules: Modules, updates: Updates) -> int:
     total = 0
     for name, some in updates.items():
         module = modules.get(name)
+        if module is None and _is_unused_head(some, modules, updates):
+            continue
         if module is None:
             raise AdapterBaseError(
                 f"the adapter changes {name}, which the model does not have; it was made for another base"
@@ -77,7 +79,18 @@ def check(modules: Modules, updates: Updates) -> int:
 
 def build(modules: Modules, updates: Updates) -> Changes:
     """Turn checked updates into what each module does; this is where converted copies are made."""
-    return {name: _change(modules[name], some) for name, some in updates.items()}
+    return {name: _change(modules[name], some) for name, some in updates.items() if name in modules}
+
+
+def _is_unused_head(some: Sequence[Update], modules: Modules, updates: Updates) -> bool:
+    """Say whether only new rows of a present embedding are for a module: a model may lack its tied head."""
+    rows = [update.rows for update in some if isinstance(update, TokenRows)]
+    return len(rows) == len(some) == 1 and any(
+        isinstance(update, TokenRows) and update.rows is rows[0]
+        for name, others in updates.items()
+        if name in modules
+        for update in others
+    )
 
 
 def _change(module: nn.Module, updates: Sequence[Update]) -> Change:
