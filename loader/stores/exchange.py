@@ -21,9 +21,9 @@ from typing import Self
 from urllib.parse import SplitResult, urlsplit
 
 from loadstone.errors import ClosedError, SettingsError
+from loadstone.loader.stores import slots
 from loadstone.loader.stores.backoff import TemporaryError
 from loadstone.loader.stores.connections import (
-    TICK,
     Link,
     Origin,
     Stopped,
@@ -32,6 +32,7 @@ from loadstone.loader.stores.connections import (
     origin_of,
     translate,
 )
+from loadstone.loader.stores.slots import Share
 from loadstone.loader.stores.store import CHUNK
 from loadstone.settings import Settings
 
@@ -138,7 +139,7 @@ class Answer:
 
 
 class Pool:
-    """A bounded set of connections to any number of hosts.
+    """A set of connections to any number of hosts, bounded together with every other pool of the process.
 
     Parameters
     ----------
@@ -155,12 +156,13 @@ class Pool:
         self._ca_bundle = ca_bundle
         self._verify = verify
         self._context: ssl.SSLContext | None = None
+        self._share = Share(settings.max_connections)
         self._reset()
-        _POOLS.add(self)
+        with _pools_lock:
+            _POOLS.add(self)
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._slots = threading.BoundedSemaphore(self._settings.max_connections)
         self._idle: list[Link] = []
         self._busy: set[Link] = set()
         self._closed = False
@@ -211,7 +213,7 @@ class Pool:
         if not keep:
             link.drop()
         if known:
-            self._slots.release()
+            self._share.give_back()
 
     def close(self) -> None:
         """Drop every connection, also those in use."""
@@ -219,6 +221,7 @@ class Pool:
             self._closed = True
             links = [*self._idle, *self._busy]
             self._idle.clear()
+        self._share.retire()
         for link in links:
             link.drop()
 
@@ -231,15 +234,11 @@ class Pool:
         self._closed = closed
 
     def _take(self, origin: Origin, waiting: Callable[[], None]) -> Link:
-        start = time.monotonic()
-        while not self._slots.acquire(timeout=TICK):
-            waiting()
-            if time.monotonic() - start > self._settings.stall_timeout:
-                raise TemporaryError(f"all {self._settings.max_connections} connections are busy")
+        self._share.take(waiting)
         try:
             link = self._reuse(origin) or self._connect(origin)
         except BaseException:
-            self._slots.release()
+            self._share.give_back()
             raise
         with self._lock:
             self._busy.add(link)
@@ -261,17 +260,28 @@ class Pool:
                         found = link
                         break
                     dead.append(link)
-            if (
-                found is None
-                and len(self._idle) + len(self._busy) >= self._settings.max_connections
-                and self._idle
-            ):
-                dead.append(self._idle.pop(0))
         for link in dead:
             link.drop()
         return found
 
+    def idle_since(self) -> float | None:
+        """Return since when its oldest idle connection is idle."""
+        with self._lock:
+            return self._idle[0].idle_since if self._idle else None
+
+    def idle_count(self) -> int:
+        """Return how many connections wait to be used again."""
+        return len(self._idle)
+
+    def drop_oldest(self) -> None:
+        """Close the connection that has been idle longest."""
+        with self._lock:
+            link = self._idle.pop(0) if self._idle else None
+        if link is not None:
+            link.drop()
+
     def _connect(self, origin: Origin) -> Link:
+        _make_room(slots.bound(self._settings.max_connections))
         context = self._tls() if origin.scheme == "https" else None
         return connect(origin, self._settings, context)
 
@@ -306,9 +316,23 @@ class Pool:
 
 
 _POOLS: "weakref.WeakSet[Pool]" = weakref.WeakSet()
+_pools_lock = threading.Lock()
+
+
+def _make_room(most: int) -> None:
+    """Close idle connections, whichever pool keeps them, until those that have slots are within the bound."""
+    with _pools_lock:
+        pools = list(_POOLS)
+    while slots.taken() + sum(pool.idle_count() for pool in pools) > most:
+        ages = [(since, pool) for pool in pools if (since := pool.idle_since()) is not None]
+        if not ages:
+            return
+        min(ages, key=lambda age: age[0])[1].drop_oldest()
 
 
 def _reset_pools() -> None:
+    global _pools_lock  # noqa: PLW0603  a thread that the child does not have may hold the parent's
+    _pools_lock = threading.Lock()
     for pool in list(_POOLS):
         pool.after_fork()
 

@@ -34,6 +34,7 @@ from loadstone.loader.ranges import ByteRange, split
 from loadstone.loader.source import StatedDigest
 from loadstone.loader.stores.answers import changed
 from loadstone.loader.stores.backoff import Manners, TemporaryError, Work
+from loadstone.loader.stores.slots import Share
 from loadstone.loader.stores.store import CHUNK, Gate, Probe, RemoteObject, Sink, Version
 from loadstone.settings import Settings
 
@@ -117,6 +118,7 @@ class FsspecTransport:
         self._systems = systems
         self._settings = settings
         self._manners = Manners()
+        self._share = Share(settings.max_connections)
         self._closed = False
 
     def probe(self, obj: RemoteObject, count: int, known: Version | None, gate: Gate) -> Probe:
@@ -175,14 +177,18 @@ class FsspecTransport:
     def close(self) -> None:
         """Refuse further work; see `Transport.close`."""
         self._closed = True
+        self._share.retire()
 
     def _persist(self, obj: RemoteObject, gate: Gate, step: Callable[[], _T]) -> _T:
+        work = Work(obj.name, self._settings.retry_seconds, self._manners, gate)
+
         def once() -> _T:
             if self._closed:
                 raise ClosedError(f"{obj.name}: its store was closed; open the checkpoint again")
-            return step()
+            with self._share.one(work.waiting):
+                return step()
 
-        return persist(Work(obj.name, self._settings.retry_seconds, self._manners, gate), once)
+        return persist(work, once)
 
     def _pinned_read(self, obj: RemoteObject, version: Version, span: ByteRange) -> bytes:
         data = self._read(obj, span)

@@ -156,14 +156,20 @@ class HttpTransport:
         with self._send(obj, headers, work) as answer:
             if answer.status == 304 and known is not None:
                 return Probe(None, b"", not_modified=True, whole=False)
-            if answer.status != 416:
-                return self._first(obj, answer, count, work)
-        # The range cannot be had: the object is empty, or the server has its own idea of ranges.
-        with self._send(obj, {}, work) as answer:
-            return self._first(obj, answer, count, work)
+            found = None if answer.status == 416 else self._first(obj, answer, count, work)
+        if found is None:
+            # The range cannot be had: the object is empty, or the server has its own idea of ranges.
+            with self._send(obj, {}, work) as answer:
+                found = self._first(obj, answer, count, work)
+        version, data, missing = found
+        if missing.nbytes:  # only now: a thread has one connection at a time
+            self._fetch(obj, version, missing, lambda _, part: data.extend(part), work)
+        return Probe(version, bytes(data), not_modified=False, whole=len(data) == version.size)
 
-    def _first(self, obj: HttpObject, answer: Answer, count: int, work: Work) -> Probe:
-        """Read a first answer: the object's version and first bytes."""
+    def _first(
+        self, obj: HttpObject, answer: Answer, count: int, work: Work
+    ) -> tuple[Version, bytearray, ByteRange]:
+        """Read a first answer: the object's version, its first bytes, and which of them did not come."""
         version, want = _pin(obj.name, answer, count)
         data = bytearray()
         while len(data) < want and not answer.ended and answer.fault is None:
@@ -174,11 +180,9 @@ class HttpTransport:
             version = Version(version.tag, len(data))
         check_not_page(obj.name, answer.headers, bytes(data[:100]))
         missing = ByteRange(len(data), min(want, version.size))
-        if missing.nbytes:
-            if not version.pinned or not data:
-                raise answer.fault or TemporaryError(f"{obj.name}: the answer ended early")
-            self._fetch(obj, version, missing, lambda _, part: data.extend(part), work)
-        return Probe(version, bytes(data), not_modified=False, whole=len(data) == version.size)
+        if missing.nbytes and (not version.pinned or not data):
+            raise answer.fault or TemporaryError(f"{obj.name}: the answer ended early")
+        return version, data, missing
 
     def _fetch(self, obj: HttpObject, version: Version, span: ByteRange, sink: Sink, work: Work) -> None:
         at = span.start

@@ -16,6 +16,8 @@ from loadstone.errors import SettingsError
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_LONGEST = 1_000_000
+"""Most seconds, eleven days: sockets take no more than 2**31 milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Settings:
     cache_bytes : int
         Most bytes the node cache may hold; 0: nine tenths of what its disk can give it.
     max_connections : int
-        Most connections to a store at a time, over all its objects.
+        Most connections at a time, over all stores that this process reads from.
     request_bytes : int
         Most bytes asked for in one request.
     bandwidth : int
@@ -82,11 +84,16 @@ class Settings:
         if self.request_bytes < 64 * 1024 or self.request_bytes % (64 * 1024):
             raise SettingsError(f"request_bytes is {self.request_bytes}; use a multiple of 64 KiB")
         for name in ("connect_timeout", "stall_timeout"):
-            if not 0 < getattr(self, name) < math.inf:  # neither is true of "nan"
-                raise SettingsError(f"{name} is {getattr(self, name)}; use more than 0 seconds")
+            if not 0 < getattr(self, name) <= _LONGEST:  # neither is true of "nan"
+                raise SettingsError(
+                    f"{name} is {getattr(self, name)}; use more than 0 and at most {_LONGEST} seconds"
+                )
+        for name in ("retry_seconds", "drain_seconds"):
+            if not 0 <= getattr(self, name) <= _LONGEST:
+                raise SettingsError(f"{name} is {getattr(self, name)}; use 0 to {_LONGEST} seconds")
         for name in (
-            *("cache_bytes", "bandwidth", "retry_seconds", "adapter_bytes"),
-            *("max_context", "max_output_tokens", "max_waiting", "drain_seconds"),
+            *("cache_bytes", "bandwidth", "adapter_bytes"),
+            *("max_context", "max_output_tokens", "max_waiting"),
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise SettingsError(f"{name} is {getattr(self, name)}; use 0 or more")

@@ -47,7 +47,7 @@ def test_removing_needs_a_location_or_an_id_and_repeats_no_secret(
 
 
 @pytest.mark.parametrize("field", ["connect_timeout", "stall_timeout", "retry_seconds", "drain_seconds"])
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e9"])
 def test_seconds_that_are_no_number_are_refused(field: str, value: str) -> None:
     with pytest.raises(SettingsError, match=field):
         Settings.from_env({f"LOADSTONE_{field.upper()}": value})
