@@ -83,14 +83,7 @@ class Settings:
             raise SettingsError(f"max_connections is {self.max_connections}; use 1 to 256")
         if self.request_bytes < 64 * 1024 or self.request_bytes % (64 * 1024):
             raise SettingsError(f"request_bytes is {self.request_bytes}; use a multiple of 64 KiB")
-        for name in ("connect_timeout", "stall_timeout"):
-            if not 0 < getattr(self, name) <= _LONGEST:  # neither is true of "nan"
-                raise SettingsError(
-                    f"{name} is {getattr(self, name)}; use more than 0 and at most {_LONGEST} seconds"
-                )
-        for name in ("retry_seconds", "drain_seconds"):
-            if not 0 <= getattr(self, name) <= _LONGEST:
-                raise SettingsError(f"{name} is {getattr(self, name)}; use 0 to {_LONGEST} seconds")
+        self._check_seconds()
         for name in (
             *("cache_bytes", "bandwidth", "adapter_bytes"),
             *("max_context", "max_output_tokens", "max_waiting"),
@@ -100,6 +93,16 @@ class Settings:
         for name in ("max_body_bytes", "max_running"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name} is {getattr(self, name)}; use 1 or more")
+
+    def _check_seconds(self) -> None:
+        for name in ("connect_timeout", "stall_timeout"):
+            if not 0 < getattr(self, name) <= _LONGEST:  # neither is true of "nan"
+                raise SettingsError(
+                    f"{name} is {getattr(self, name)}; use more than 0 and at most {_LONGEST} seconds"
+                )
+        for name in ("retry_seconds", "drain_seconds"):
+            if not 0 <= getattr(self, name) <= _LONGEST:
+                raise SettingsError(f"{name} is {getattr(self, name)}; use 0 to {_LONGEST} seconds")
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> "Settings":
