@@ -4,11 +4,12 @@ An `Access` knows addresses and signatures, and what a refusal means; the transp
 So presigned URLs, signed headers, bearer tokens and plain public URLs are one thing to the transport.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from http.client import HTTPMessage
 from typing import Protocol
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 from loadstone.errors import AccessError, LoadstoneError, NotFoundError, TransferError
 from loadstone.loader.stores.answers import Refusal, retry_after
@@ -23,6 +24,8 @@ _CREDENTIAL_CODES = ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "T
 """Codes that S3 sends with a plain 400."""
 _PUBLIC_HEADERS = ("accept-encoding", "if-match", "if-none-match", "range")
 """Headers that may follow a redirect to another host; everything else may be secret."""
+_URL_MARKS = "!#$%&'()*+,/:;=?@[]~"
+_BARE_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
 
 
 class Access(Protocol):
@@ -80,7 +83,7 @@ def redirected(request: Request, target: str, name: str) -> Request:
     """
     old = urlsplit(request.url)
     try:
-        new = urlsplit(urljoin(request.url, target))
+        new = urlsplit(urljoin(request.url, plain_url(target)))
         same = (old.scheme, old.hostname, old.port) == (new.scheme, new.hostname, new.port)
     except ValueError:
         raise TransferError(
@@ -96,6 +99,17 @@ def redirected(request: Request, target: str, name: str) -> Request:
     if not same:
         headers = {key: value for key, value in headers.items() if key.lower() in _PUBLIC_HEADERS}
     return Request(new._replace(netloc=new.netloc.rpartition("@")[2], fragment="").geturl(), headers)
+
+
+def plain_url(text: str) -> str:
+    """Return what a header says as a URL of plain characters, the others as ``%`` and hex digits.
+
+    Spaces, quotes, raw UTF-8 and a ``%`` that begins nothing are all seen in ``Location``; what is escaped
+    already stays as it is.
+    """
+    # http.client reads headers as Latin-1: each character is one byte as it came.
+    plain = quote(text.strip(), safe=_URL_MARKS, encoding="latin-1", errors="replace")
+    return _BARE_PERCENT.sub("%25", plain)
 
 
 def refusal_error(obj: HttpObject, refused: Refusal, headers: HTTPMessage) -> LoadstoneError:

@@ -209,6 +209,22 @@ def test_prefetch_json_ends_with_a_done_event(
     assert events[-1]["bytes_ready"] == 64 * 32 * 4
 
 
+@pytest.mark.parametrize("words", [["--until", "first-layer"], ["--until", "header"], []])
+def test_prefetch_events_all_count_the_same(
+    words: list[str], tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkpoint / "tokenizer_config.json").write_text("{}")
+    with FileServer(checkpoint) as server:
+        assert main(["prefetch", server.url, *words, "--json", "--cache", str(tmp_path / "cache")]) == 0
+    *progress, done = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert done["event"] == "done"
+    assert done["bytes_ready"] == done["bytes_total"]
+    assert bool(progress) == (done["bytes_total"] > 0) == ("header" not in words)
+    for event in progress[-1:]:
+        counts = ("bytes_total", "bytes_ready", "bytes_moved")
+        assert [event[count] for count in counts] == [done[count] for count in counts]
+
+
 def test_prefetch_of_the_first_layer_leaves_the_rest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

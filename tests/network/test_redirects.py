@@ -80,6 +80,29 @@ def test_a_redirect_out_of_the_web_is_refused(target: str, settings: Settings) -
             fetch(store_of(server, settings), PIN, ByteRange(0, 10))
 
 
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [
+        ("/a b/m", "/a%20b/m"),
+        ("/a%20b/m", "/a%20b/m"),
+        (' /m?x=a|b^c{d}"e<f>`g\\h ', "/m?x=a%7Cb%5Ec%7Bd%7D%22e%3Cf%3E%60g%5Ch"),
+        ("/100%/m?y=%zz%41", "/100%25/m?y=%25zz%41"),
+        ("/größe/m".encode().decode("latin-1"), "/gr%C3%B6%C3%9Fe/m"),
+        ("/tab\there/m", "/tab%09here/m"),
+        ("/m?sig=a%2Fb%3D+c~d-e_f.g&list=1,2;3#part", "/m?sig=a%2Fb%3D+c~d-e_f.g&list=1,2;3"),
+        ("there/../m", "/m"),
+        ("?just=query", "/start?just=query"),
+    ],
+)
+def test_odd_characters_in_a_redirect_are_escaped_and_others_left_alone(
+    target: str, path: str, settings: Settings
+) -> None:
+    with FaultyServer({path.partition("?")[0]: DATA}) as server:
+        server.intercept = lambda seen: (307, {"Location": target}, b"") if seen.path == "/start" else None
+        assert fetch(store_of(server, settings), PIN, ByteRange(5, 10), name="start") == DATA[5:10]
+        assert server.seen[1].path == path
+
+
 def test_a_redirect_in_circles_ends(settings: Settings) -> None:
     with FaultyServer({}) as server:
         server.intercept = lambda seen: (302, {"Location": seen.path}, b"")

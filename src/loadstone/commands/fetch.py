@@ -11,6 +11,7 @@ import time
 from loadstone.commands.common import open_checkpoint
 from loadstone.display import follow, human_bytes, human_seconds
 from loadstone.loader.order import first_layer
+from loadstone.loader.source import Progress
 
 SETTLE_SECONDS = 60.0
 """How long to wait for the disk; what is not on it by then is checked or fetched again after a power cut."""
@@ -25,22 +26,26 @@ def prefetch(args: argparse.Namespace) -> int:
             infos = []
         elif args.until == "first-layer":
             infos = first_layer(infos)
-        nbytes = sum(info.nbytes for info in infos)
+        progress = Progress(0, 0, 0, 0.0)
         if infos:
             everything = not args.patterns and args.until == "all"
-            names = None if everything else [info.name for info in infos]
-            follow(checkpoint.prefetch(names), checkpoint.name, as_json=args.json)
+            handle = checkpoint.prefetch(None if everything else [info.name for info in infos])
+            follow(handle, checkpoint.name, as_json=args.json)
+            progress = handle.progress()
         seconds = time.monotonic() - began
         checkpoint.source.settle(SETTLE_SECONDS)
         if args.json:
+            # The same counts as in the progress events: tensors, and the small files beside the weights.
             done = {
                 "event": "done",
                 "location": checkpoint.name,
-                "bytes_ready": nbytes,
+                "bytes_total": progress.total,
+                "bytes_ready": progress.ready,
+                "bytes_moved": progress.moved,
                 "seconds": round(seconds, 3),
             }
             print(json.dumps(done))
         else:
-            what = f"{len(infos)} tensors, {human_bytes(nbytes)}"
+            what = f"{len(infos)} tensors, {human_bytes(sum(info.nbytes for info in infos))}"
             print(f"{checkpoint.name}: {what}, here after {human_seconds(seconds)}", file=sys.stderr)
     return 0
