@@ -167,7 +167,10 @@ class Adapter:
             )
         stored = index_of(base).stored(f"{module}.{name}")
         if stored is None:
-            raise AdapterBaseError(f"{self.source}: the base {base.name} has no {module}.{name} to update")
+            raise AdapterBaseError(
+                f"{self.source}: the base {base.name} stores no {module}.{name} to update; if the model has"
+                " it, it is converted while it is loaded: save the loaded model, and use that as the base"
+            )
         return base[stored]
 
     def _compute_dtype(self, module: str, own: torch.Tensor) -> torch.dtype:

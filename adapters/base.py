@@ -1,15 +1,19 @@
 """What an adapter is checked against: the names and shapes of a base checkpoint. No tensor bytes are read.
 
 An adapter names modules as the model does. A checkpoint saved from the bare model lacks the model's own
-prefix (``transformer.`` of GPT-2); `BaseIndex` knows both spellings. Immutable after it is built, so any
-thread may use it.
+prefix (``transformer.`` of GPT-2); `BaseIndex` knows both spellings. One whose tensors are converted while
+they are loaded (experts stored one by one, which the model holds in one) is described by the model's own
+parameters instead, once an adapter needs them: `converted_index_of`. An index is immutable after it is built,
+so any thread may use it.
 """
 
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
+from loadstone.errors import LoadstoneError
 from loadstone.loader.checkpoint import Checkpoint
+from loadstone.loader.modules.families import PLAIN
 
 _CONV1D = {
     "clvp": ("c_fc", "c_proj"),
@@ -30,9 +34,11 @@ class BaseIndex:
     ----------
     checkpoint
         The base; it must stay open for as long as tensors are read through it.
+    model : mapping, optional
+        The shapes of the model's parameters, where they are not those of the checkpoint.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: Mapping[str, Shape] | None = None) -> None:
         self.name = checkpoint.name
         self.config: Mapping[str, object] = checkpoint.config() or {}
         self.tied: Mapping[str, str] = dict(checkpoint.tied)
@@ -41,24 +47,34 @@ class BaseIndex:
             name: tuple(checkpoint.info(name).shape)
             for name in checkpoint.keys()  # noqa: SIM118  no values
         }
+        self._own = frozenset(
+            name for name, shape in self._shapes.items() if model is None or model.get(name) == shape
+        )
+        if model is not None:
+            self._shapes = dict(model)
+            self.tied = {alias: name for alias, name in self.tied.items() if name in model}
         self._tops = frozenset(name.partition(".")[0] for name in self._shapes)
         self._modules: dict[str, list[str]] = {}
-        for name in (*self._shapes, *self.tied):
+        for name in dict.fromkeys((*self._shapes, *self.tied)):
             end = name.find(".")
             while end >= 0:
                 self._modules.setdefault(name[:end], []).append(name)
                 end = name.find(".", end + 1)
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the checkpoint's own names."""
+        """Yield the names that it goes by: the checkpoint's own, or the model's."""
         return iter(self._shapes)
 
     def stored(self, name: str) -> str | None:
         """Return the checkpoint's name of the model's parameter ``name``: itself, its twin, or ``None``."""
-        if name in self._shapes:
-            return name
+        known = self._known(name)
+        return known if known in self._own else None
+
+    def _known(self, name: str) -> str | None:
         if name in self.tied:
             return self.tied[name]
+        if name in self._shapes:
+            return name
         top, _, rest = name.partition(".")
         if top not in self._tops and rest in self._shapes:
             return rest
@@ -66,8 +82,8 @@ class BaseIndex:
 
     def shape(self, name: str) -> Shape | None:
         """Return the shape of the model's parameter ``name``, or ``None`` when there is no such."""
-        stored = self.stored(name)
-        return None if stored is None else self._shapes[stored]
+        known = self._known(name)
+        return None if known is None else self._shapes[known]
 
     def parameters(self, module: str) -> dict[str, Shape]:
         """Return the parameters below ``module``, by their names inside it."""
@@ -115,6 +131,7 @@ class BaseIndex:
 
 
 _indexes: dict[int, tuple[weakref.ref[Checkpoint], BaseIndex]] = {}
+_converted: weakref.WeakKeyDictionary[BaseIndex, BaseIndex | None] = weakref.WeakKeyDictionary()
 
 
 def index_of(checkpoint: Checkpoint) -> BaseIndex:
@@ -129,6 +146,29 @@ def index_of(checkpoint: Checkpoint) -> BaseIndex:
     key = id(checkpoint)
     _indexes[key] = (weakref.ref(checkpoint, lambda _: _indexes.pop(key, None)), index)
     return index
+
+
+def converted_index_of(checkpoint: Checkpoint) -> BaseIndex | None:
+    """Return the index by the parameters of the model that `loadstone.load_model` makes of ``checkpoint``.
+
+    ``None`` when they are those that it stores, or when transformers cannot tell. Worked out once.
+    """
+    plain = index_of(checkpoint)
+    if plain not in _converted:
+        _converted[plain] = _by_model(checkpoint, plain)
+    return _converted[plain]
+
+
+def _by_model(checkpoint: Checkpoint, plain: BaseIndex) -> BaseIndex | None:
+    if plain.config.get("model_type", "") in ("", *PLAIN):
+        return None
+    try:
+        from loadstone.loader.modules.skeleton import parameter_shapes  # noqa: PLC0415  imports transformers
+
+        shapes = parameter_shapes(checkpoint)
+    except (ImportError, LoadstoneError):
+        return None
+    return None if all(map(plain.stored, shapes)) else BaseIndex(checkpoint, shapes)
 
 
 def same_name(adapter_says: str, base_is: str) -> bool:

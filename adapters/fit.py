@@ -4,6 +4,7 @@ Neither reads or writes a base weight: only shapes, dtypes and module types are 
 be checked and attached while the base's bytes are still arriving.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -28,13 +29,15 @@ from loadstone.adapters.updates import (
     TokenRows,
     Update,
 )
-from loadstone.errors import AdapterBaseError, AdapterUnsupportedError
+from loadstone.errors import AdapterBaseError, AdapterError, AdapterUnsupportedError
 
 Modules = Mapping[str, nn.Module]
 """The model's modules by name."""
 
 Updates = Mapping[str, Sequence[Update]]
 """An adapter's updates by module, in order."""
+
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def check(modules: Modules, updates: Updates) -> int:
@@ -59,9 +62,7 @@ def check(modules: Modules, updates: Updates) -> int:
         if module is None and _is_unused_head(some, modules, updates):
             continue
         if module is None:
-            raise AdapterBaseError(
-                f"the adapter changes {name}, which the model does not have; it was made for another base"
-            )
+            raise _absent(name, modules)
         outer = next((other for other in replaced if name.startswith(other + ".")), None)
         if outer is not None:
             raise AdapterUnsupportedError(f"the adapter replaces {outer} and also changes {name} inside it")
@@ -75,6 +76,18 @@ def check(modules: Modules, updates: Updates) -> int:
             _check_kind(modules, name, module, update)
             total += copy_bytes(update, module)
     return total
+
+
+def _absent(name: str, modules: Modules) -> AdapterError:
+    if _ONE_EXPERT.search(name) and any(each.endswith("experts") for each in modules):
+        return AdapterUnsupportedError(
+            f"the adapter changes {name}, one expert by itself, but this model holds all experts' weights in"
+            " one parameter; merge the adapter into the base (loadstone.adapters.merge_into), or train it on"
+            " this model with target_parameters"
+        )
+    return AdapterBaseError(
+        f"the adapter changes {name}, which the model does not have; it was made for another base"
+    )
 
 
 def build(modules: Modules, updates: Updates) -> Changes:

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from loadstone.adapters.adapter import Adapter
-from loadstone.adapters.base import BaseIndex, index_of, same_name
+from loadstone.adapters.base import BaseIndex, converted_index_of, index_of, same_name
 from loadstone.adapters.config import CONFIG_NAME, WEIGHTS_NAME, parse_config
 from loadstone.adapters.experts import Experts
 from loadstone.adapters.layout import FileUpdates, Layout, recall, work_out
@@ -146,7 +146,14 @@ def _read(
             raise _missing(source, WEIGHTS_NAME, "no other file is read instead")
         raise blob
     index = None if base is None else index_of(base)
-    layout = _layout(source, name, blob, text, index=index, options=options)
+    try:
+        layout = _layout(source, name, blob, text, index=index, options=options)
+    except AdapterBaseError:
+        # Its names may be those of the model, for which the base's tensors are converted as they are loaded.
+        index = None if base is None else converted_index_of(base)
+        if index is None:
+            raise
+        layout = _layout(source, name, blob, text, index=index, options=options)
     files = {WEIGHTS_NAME: blob}
     checkpoint = Checkpoint(opening.Opened(source, name, files, layout.infos, layout.metadata, {}, None, ()))
     suspect = [*layout.built.warnings, *_identity_warnings(layout, checkpoint, index, options)]

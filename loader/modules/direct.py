@@ -9,55 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 from transformers import conversion_mapping
 
 from loadstone.errors import BindError
 from loadstone.loader.modules.bind import bind
+from loadstone.loader.modules.families import PLAIN
 from loadstone.loader.tensors.views import torch_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from loadstone.loader.checkpoint import Checkpoint
-
-PLAIN = frozenset(
-    {
-        "bert",
-        "bloom",
-        "cohere",
-        "distilbert",
-        "electra",
-        "falcon",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm",
-        "glm4",
-        "gpt2",
-        "granite",
-        "helium",
-        "llama",
-        "mamba",
-        "ministral3",
-        "mistral",
-        "mpt",
-        "nemotron",
-        "olmo",
-        "olmo2",
-        "opt",
-        "phi",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "roberta",
-        "smollm3",
-        "stablelm",
-        "starcoder2",
-        "t5",
-    }
-)
-"""Families (``model_type``) without rules of conversion in transformers; a test asks transformers itself."""
 
 
 def bound_model(
@@ -81,7 +44,7 @@ def bound_model(
     stored = {torch_dtype(checkpoint.info(name)) for name in checkpoint}
     if dtype is None or any(kind.is_floating_point and kind != dtype for kind in stored):
         return None
-    with torch.device("meta"), _OnlyShapes():
+    with OnlyShapes():
         model: PreTrainedModel = model_class._from_config(config, **{**options, "dtype": dtype})
     try:
         bind(model, checkpoint)
@@ -91,10 +54,11 @@ def bound_model(
     return model
 
 
-class _OnlyShapes(TorchFunctionMode):
-    """Skips filling tensors that have no memory, which takes most of the time of building them.
+class OnlyShapes(DeviceContext):
+    """Makes tensors on the meta device, and skips filling them, which takes most of the time of building.
 
-    Each function of ``nn.init`` has to be stopped itself: what it calls is no longer seen here.
+    One mode for both: torch asks every mode about every call. Each function of ``nn.init`` has to be stopped
+    itself: what it calls is no longer seen here.
     """
 
     _FILLS = frozenset(
@@ -104,15 +68,17 @@ class _OnlyShapes(TorchFunctionMode):
         }
     )
 
+    def __init__(self) -> None:
+        super().__init__("meta")
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func in self._FILLS:
-            tensor: torch.Tensor = args[0] if args else kwargs["tensor"]
+            tensor: torch.Tensor = args[0] if args else (kwargs or {})["tensor"]
             if tensor.is_meta:
                 return tensor
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _dtype(config: Any, wanted: "torch.dtype | str") -> torch.dtype | None:
