@@ -67,11 +67,11 @@ def test_an_adapter_of_single_experts_can_only_be_merged(zoo: Zoo, tmp_path: Pat
         tensors |= pair(W1.format(expert), inside=16, outside=24)
     folder = write_adapter(zoo.root / "old", tensors, target_modules=["w1"])
     model = load_model(zoo.base, cache=None)
-    with zoo.pool(model) as pool:
-        with pytest.raises(
-            AdapterUnsupportedError, match=r"experts\.0\.w1, one expert by itself.*merge_into"
-        ):
-            pool.load("old")
+    with (
+        zoo.pool(model) as pool,
+        pytest.raises(AdapterUnsupportedError, match=r"experts\.0\.w1, one expert by itself.*merge_into"),
+    ):
+        pool.load("old")
     with read_adapter(folder, base=zoo.base, cache=None) as adapter:
         delta = adapter.delta(W1.format(2))
         assert adapter.base is not None
