@@ -13,17 +13,14 @@ own, and a forked child makes new ones.
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from loadstone.errors import (
-    AccessError,
     ChangedError,
     ClosedError,
-    LoadstoneError,
     MissingExtraError,
     NotFoundError,
     SettingsError,
@@ -34,6 +31,7 @@ from loadstone.loader.ranges import ByteRange, split
 from loadstone.loader.source import StatedDigest
 from loadstone.loader.stores.answers import changed
 from loadstone.loader.stores.backoff import Manners, TemporaryError, Work
+from loadstone.loader.stores.fserrors import persist, translated
 from loadstone.loader.stores.slots import Share
 from loadstone.loader.stores.store import CHUNK, Gate, Probe, RemoteObject, Sink, Version
 from loadstone.settings import Settings
@@ -234,37 +232,3 @@ def _deliver(data: bytes, start: int, sink: Sink, gate: Gate) -> None:
 def _path_of(obj: RemoteObject) -> str:
     path: str = getattr(obj, "path")  # noqa: B009  a store hands its own objects to its own transport
     return path
-
-
-def persist(work: Work, step: Callable[[], _T]) -> _T:
-    """Take ``step``, again and again while it fails in ways that may pass and ``work`` has patience."""
-    while True:
-        try:
-            return step()
-        except TemporaryError as fault:
-            work.failed(fault)
-
-
-@contextmanager
-def translated(name: str) -> Iterator[None]:
-    """Turn what a file system's own library raises into errors of ours."""
-    try:
-        yield
-    except LoadstoneError:
-        raise
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raise NotFoundError(f"{name}: nothing is stored there; check the spelling") from None
-    except PermissionError as error:
-        raise AccessError(
-            f"{name}: the store refused to give it ({redact(str(error))}); check the credentials"
-        ) from None
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{name} needs a package that is not installed: {error}; install it"
-        ) from None
-    except NotImplementedError:
-        raise AccessError(f"{name}: this kind of store cannot do what is needed to read it") from None
-    except Exception as error:  # noqa: BLE001
-        # fsspec's file systems raise whatever their libraries do; what is not clearly final may pass.
-        text = " ".join(redact(str(error)).split())[:200]
-        raise TemporaryError(f"{name}: reading failed with {type(error).__name__} ({text})") from None

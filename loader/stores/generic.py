@@ -13,7 +13,8 @@ from loadstone.loader.locations import Location, check_name
 from loadstone.loader.stores.access import HttpObject
 from loadstone.loader.stores.backoff import Manners, Work
 from loadstone.loader.stores.exchange import Pool
-from loadstone.loader.stores.fsreads import FileSystems, FsspecObject, FsspecTransport, persist, translated
+from loadstone.loader.stores.fserrors import persist, translated
+from loadstone.loader.stores.fsreads import FileSystems, FsspecObject, FsspecTransport
 from loadstone.loader.stores.signed import SIGNED_FOR, SignedAccess
 from loadstone.loader.stores.store import OpenGate, RemoteObject, Transport
 from loadstone.loader.stores.transfer import HttpTransport

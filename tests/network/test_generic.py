@@ -1,7 +1,10 @@
 """fsspec file systems that fail, change or know little: the same promises as over HTTP."""
 
+import errno
 import random
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -20,6 +23,8 @@ from loadstone.errors import (
 )
 from loadstone.loader.locations import parse_location
 from loadstone.loader.ranges import ByteRange
+from loadstone.loader.stores import backoff
+from loadstone.loader.stores.backoff import TemporaryError
 from loadstone.loader.stores.store import CHUNK, OpenGate, Store, Version, open_store
 from loadstone.settings import Settings
 
@@ -115,6 +120,44 @@ def test_failures_that_are_final_are_told_at_once(
     FlakyFileSystem.failures[:] = [error]
     with pytest.raises(kind):
         fetch(store, version, ByteRange(0, 10))
+
+
+def wrapped(cause: Exception) -> Exception:
+    """Return what a library makes of ``cause``."""
+    error = RuntimeError("the client failed")
+    error.__cause__ = ValueError("no luck")
+    error.__cause__.__context__ = cause
+    return error
+
+
+def test_a_host_without_an_address_is_told_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    monkeypatch.setattr(FlakyFileSystem, "failures", [wrapped(unknown)])
+    with pytest.raises(TransferError, match=r"host has no address \(Name or service.*DNS") as caught:
+        store.transport.probe(store.object("m"), 10, None, GATE)
+    assert not isinstance(caught.value, TemporaryError)
+    assert FlakyFileSystem.failures == []
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution"),
+        ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
+        OSError(errno.ENETUNREACH, "Network is unreachable"),
+    ],
+)
+def test_a_store_that_was_never_reached_is_given_up_sooner(
+    cause: Exception, store: Store, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backoff, "_CONNECT_PATIENCE", 0.3)
+    fresh = open_store(parse_location(store.name), None, replace(settings, retry_seconds=100.0))
+    monkeypatch.setattr(FlakyFileSystem, "failures", [wrapped(cause)] * 5000)
+    begun = time.monotonic()
+    with pytest.raises(TransferError, match=r"client failed.*gave up after"):
+        fresh.transport.probe(fresh.object("m"), 10, None, GATE)
+    assert time.monotonic() - begun < 5
+    fresh.close()
 
 
 def test_a_change_in_the_middle_hands_on_nothing_of_the_window(store: Store) -> None:
