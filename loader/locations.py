@@ -112,9 +112,9 @@ def parse_location(location: str | os.PathLike[str]) -> Location:
     LocationError
         It is empty, misspelt, or of a kind that nothing here can read.
     """
-    text = os.fspath(location)
+    text = os.fspath(location) if isinstance(location, os.PathLike) else location
     if not isinstance(text, str):
-        raise LocationError(f"a location is text, got {type(text).__name__}; decode it first")
+        raise LocationError(f"a location is text, got {type(text).__name__}; give a path or a URL")
     if not text.strip():
         raise LocationError("the location is empty; give a folder, a file or a URL")
     if _CONTROL.search(text):

@@ -1,15 +1,17 @@
 """A front with the methods of ``safetensors.safe_open``, so that existing code changes one import.
 
-Differences, all on the safe side: headers are checked more strictly; errors are loadstone's own; tensors are
-private, writable views that stay valid after the file is closed; any location that loadstone can open may
-be given; and a slice brings only the bytes it needs.
+Differences, all on the safe side: headers are checked more strictly; errors are loadstone's own, of which
+those about a file's content and about missing tensors are a ``SafetensorError`` besides; tensors are private,
+writable views that stay valid after the file is closed; any location that loadstone can open may be given; a
+slice brings only the bytes it needs, and takes every index that torch takes, for numpy too; a device that is
+not there is refused when the file is opened. Frameworks other than torch and numpy are not given.
 """
 
 import os
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from loadstone.errors import SettingsError, TensorNotFoundError, UnsupportedDtypeError
+from loadstone.errors import SettingsError, UnsupportedDtypeError
 from loadstone.loader.checkpoint import Checkpoint, open_checkpoint
 from loadstone.loader.tensors.device import parse_device
 
@@ -31,8 +33,8 @@ class safe_open:  # noqa: N801  the name that existing code calls
         The file.
     framework : str
         ``"pt"`` gives torch tensors, ``"np"`` numpy arrays.
-    device : str, int or torch.device
-        Where torch tensors are put.
+    device : str, int, torch.device or None
+        Where torch tensors are put; ``None`` is the CPU.
     backend : str
         ``"mmap"`` gives views, ``"pread"`` copies.
     """
@@ -41,7 +43,7 @@ class safe_open:  # noqa: N801  the name that existing code calls
         self,
         filename: str | os.PathLike[str],
         framework: str = "pt",
-        device: "str | int | torch.device" = "cpu",
+        device: "str | int | torch.device | None" = "cpu",
         *,
         backend: str = "mmap",
     ) -> None:
@@ -50,7 +52,9 @@ class safe_open:  # noqa: N801  the name that existing code calls
         if backend not in ("mmap", "pread"):
             raise SettingsError(f"backend {backend!r} is not one that is known; use 'mmap' or 'pread'")
         self._numpy = framework in _NUMPY
-        self._device = device if device == "cpu" else parse_device(device)
+        self._device = parse_device("cpu" if device is None else device)
+        if self._numpy and self._device.type != "cpu":
+            raise SettingsError(f"numpy arrays cannot be on device {device!r}; use 'cpu', or framework='pt'")
         self._checkpoint: Checkpoint = open_checkpoint(filename, copy=backend == "pread")
 
     def __enter__(self) -> Self:
@@ -85,16 +89,12 @@ class safe_open:  # noqa: N801  the name that existing code calls
 
     def get_slice(self, name: str) -> "SafeSlice":
         """Return what can be indexed to read a part of a tensor."""
-        if name not in self._checkpoint:
-            raise TensorNotFoundError(
-                f"{self._checkpoint.name} has no tensor {name!r}; keys() lists its names"
-            )
         return SafeSlice(self, self._checkpoint.slice(name))
 
     def _give(self, tensor: "torch.Tensor") -> Any:
         if self._numpy:
             return _to_numpy(tensor)
-        return tensor if self._device == "cpu" else tensor.to(self._device)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)
 
 
 class SafeSlice:

@@ -41,6 +41,7 @@ class TensorSlice:
         return self._info.dtype
 
     def __getitem__(self, index: object) -> torch.Tensor:
+        index = _with_masks(index)
         # On a tensor without memory: does the index fit, and what shape results, before any byte moves.
         probe = torch.empty(self._shape, dtype=torch.uint8, device="meta")
         shape = tuple(self._index(probe, index).shape)
@@ -48,9 +49,9 @@ class TensorSlice:
         offset = self._info.offset
         self._ensure([ByteRange(offset + part.start, offset + part.stop) for part in plan.ranges])
         if self._info.nbytes == 0:  # torch looks at the numbers in a list only where there is memory
-            return self._index(torch.empty(self._shape, dtype=self._dtype), index)
+            return self._index(torch.empty(self._shape, dtype=self._dtype, device="cpu"), index)
         if not plan.ranges:
-            return torch.empty(shape, dtype=self._dtype)
+            return torch.empty(shape, dtype=self._dtype, device="cpu")
         if plan.exact and (self._copy or views.is_aligned(self._info)):
             return self._rows(plan.ranges[0], shape)
         return self._gather(plan, index, shape)
@@ -94,6 +95,21 @@ class TensorSlice:
             index = _with_last(index)
         picked = self._index(whole, index).clone(memory_format=torch.contiguous_format)
         return picked.view(self._dtype).view(shape)
+
+
+def _with_masks(index: object) -> object:
+    """Return ``index`` with masks as tensors: those in lists torch cannot count without memory."""
+    return tuple(map(_mask, index)) if isinstance(index, tuple) else _mask(index)
+
+
+def _mask(item: object) -> object:
+    if isinstance(item, torch.Tensor) or not (isinstance(item, list) or hasattr(item, "__array__")):
+        return item
+    try:
+        made = torch.as_tensor(item, device="cpu")
+    except (ValueError, TypeError, RuntimeError):  # not one: whoever indexes says so
+        return item
+    return made if made.dtype == torch.bool else item
 
 
 def _with_last(index: object) -> tuple[object, ...]:

@@ -7,6 +7,7 @@ gives.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -83,7 +84,7 @@ def from_buffer(info: TensorInfo, buffer: memoryview) -> torch.Tensor:
     """Return a tensor whose memory is ``buffer``, which holds exactly the tensor's bytes, aligned."""
     dtype, shape = torch_dtype(info), torch_shape(info)
     if info.nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape)).view(shape)
 
 
@@ -91,7 +92,7 @@ def view(info: TensorInfo, buffer: memoryview) -> torch.Tensor:
     """Return a tensor over its own bytes of the whole file's ``buffer``; they may still be arriving."""
     dtype, shape = torch_dtype(info), torch_shape(info)
     if info.nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=info.offset)
     return flat.view(shape)
 
@@ -112,7 +113,7 @@ def fill(into: memoryview, blob: Blob, offset: int) -> None:
 def raw(info: TensorInfo, buffer: memoryview) -> torch.Tensor:
     """Return its bytes as a 1-D uint8 tensor over the file's ``buffer``."""
     if info.nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(buffer, dtype=torch.uint8, count=info.nbytes, offset=info.offset)
 
 
@@ -120,4 +121,4 @@ def raw_copy(info: TensorInfo, blob: Blob) -> torch.Tensor:
     """Return its bytes as a 1-D uint8 tensor of its own memory."""
     data = memoryview(bytearray(info.nbytes))
     fill(data, blob, info.offset)
-    return torch.frombuffer(data, dtype=torch.uint8) if info.nbytes else torch.empty(0, dtype=torch.uint8)
+    return raw(replace(info, offset=0), data)

@@ -4,11 +4,11 @@ LoadstoneError
 ├── LocationError (ValueError)            a location is misspelt, or lies outside the allowed roots
 ├── NotFoundError (FileNotFoundError)     nothing is stored there
 ├── AccessError (PermissionError)         the store refused the credentials, or the file system the path
-├── FormatError (ValueError)              the bytes are not what they should be
+├── FormatError (ValueError) ˢ            the bytes are not what they should be
 │   ├── HeaderError                       not a valid safetensors header
 │   ├── TruncatedError                    fewer bytes than the file itself promises
 │   └── IndexFileError                    the shard index cannot be used
-├── TensorNotFoundError (KeyError)        the checkpoint has no tensor of that name
+├── TensorNotFoundError (KeyError) ˢ      the checkpoint has no tensor of that name
 ├── SliceError (IndexError)               an index does not fit the tensor's shape
 ├── UnsupportedDtypeError (TypeError)     torch has no such dtype; ``Checkpoint.raw`` still gives the bytes
 ├── TransferError (ConnectionError)       the store could not be read, retries included
@@ -38,9 +38,12 @@ LoadstoneError
 ├── SettingsError (ValueError)            a setting is wrong, or two of them contradict each other
 └── MissingExtraError (ImportError)       an optional dependency is not installed
 
+Those marked ˢ are a ``safetensors.SafetensorError`` as well, so that code which catches that still does.
 Each message says what was found, what was expected, where, and what to do. What is suspect but can be read
 all the same is a `LoadstoneWarning`, given through `warnings`.
 """
+
+from safetensors import SafetensorError
 
 
 class LoadstoneError(Exception):
@@ -67,7 +70,7 @@ class AccessError(LoadstoneError, PermissionError):
     """A store refused the credentials, or the file system refused the path."""
 
 
-class FormatError(LoadstoneError, ValueError):
+class FormatError(LoadstoneError, ValueError, SafetensorError):
     """Bytes are not what they should be."""
 
 
@@ -83,7 +86,7 @@ class IndexFileError(FormatError):
     """A shard index cannot be used."""
 
 
-class TensorNotFoundError(LoadstoneError, KeyError):
+class TensorNotFoundError(LoadstoneError, KeyError, SafetensorError):
     """A checkpoint has no tensor of that name."""
 
 

@@ -1,5 +1,6 @@
 """``safe_open`` of this project beside the one of safetensors."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,37 @@ def test_numpy_gives_the_dtypes_it_has(tmp_path: Path, dtype: str) -> None:
             return
         assert mine.get_tensor("w").dtype == expected.dtype
         assert np.array_equal(mine.get_tensor("w").view(np.uint8), expected.view(np.uint8))
+
+
+def test_what_code_for_safetensors_catches_it_still_does(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write_file(path, {"w": ("F32", (4,))})
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(path.read_bytes()[:-1])
+    fronts: list[Any] = [safe_open, safetensors.safe_open]
+    for front in fronts:
+        for use in (
+            lambda front=front: front(bad, "pt"),
+            lambda front=front: front(path, "pt").get_tensor("nope"),
+            lambda front=front: front(path, "pt").get_slice("nope"),
+        ):
+            with pytest.raises(safetensors.SafetensorError) as caught:
+                use()
+            assert isinstance(pickle.loads(pickle.dumps(caught.value)), type(caught.value))
+
+
+def test_devices(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write_file(path, {"w": ("F32", (4,))})
+    for device in ("cpu", None, torch.device("cpu")):
+        with safe_open(path, "pt", device=device) as file, safe_open(path, "np", device=device) as other:
+            assert file.get_tensor("w").device == torch.device("cpu")
+            assert isinstance(other.get_tensor("w"), np.ndarray)
+    with safe_open(path, "pt", device="meta") as file:
+        assert {file.get_tensor("w").device.type, file.get_slice("w")[1:].device.type} == {"meta"}
+        assert file.get_tensors()["w"].device.type == "meta"
+    with pytest.raises(SettingsError, match="numpy"):
+        safe_open(path, "np", device="meta")
 
 
 def test_wrong_uses(tmp_path: Path) -> None:

@@ -151,6 +151,46 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, index: object) -> None:
         assert ckpt.slice("s")[...].shape == ()
 
 
+def masks() -> list[object]:
+    plain: list[object] = [
+        [True, False, True],
+        np.array([True, False, True]),
+        torch.tensor([True, False, True]),
+    ]
+    return [
+        *plain,
+        *[(slice(1, None), ..., [True, False, True, True])],
+        *[(None, mask) for mask in plain],
+        *[[False] * 3, np.array([2, 0]), np.int64(1), torch.ones(3, 2, 4, dtype=torch.bool)],
+    ]
+
+
+@pytest.mark.parametrize("pad", [0, 1])
+@pytest.mark.parametrize("number", range(len(masks())))
+def test_masks_in_any_form(tmp_path: Path, number: int, pad: int) -> None:
+    path = tmp_path / "x.safetensors"
+    write_file(path, {"w": ("I32", (3, 2, 4))}, pad=pad)
+    with loadstone.open(path) as ckpt:
+        index: Any = masks()[number]
+        assert torch.equal(ckpt.slice("w")[index], ckpt["w"][index])
+        for wrong in ([True], [[True, False], [True]], np.array(["a"]), [True, False, True, True]):
+            with pytest.raises(SliceError):
+                ckpt.slice("w")[wrong]
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_default_device_changes_nothing(tmp_path: Path, copy: bool) -> None:
+    path = tmp_path / "x.safetensors"
+    write_file(
+        path, {"w": ("F32", (3, 2)), "empty": ("F32", (0, 2)), "odd": ("U8", (1,)), "u": ("I16", (2,))}
+    )
+    with torch.device("meta"), loadstone.open(path, copy=copy) as ckpt:
+        tensors = [*ckpt.values(), *map(ckpt.raw, ckpt), *(ckpt.slice(name)[:0] for name in ckpt)]
+        tensors += [ckpt.slice("w")[1:], ckpt.slice("w")[:, 0], ckpt.slice("w")[[True, False, True]]]
+        tensors += [ckpt.slice("empty")[:, 1], *dict(ckpt.stream()).values(), *map(ckpt.view, ckpt)]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}
+
+
 def test_packed_f4_is_indexed_as_torch_has_it(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     write_file(path, {"w": ("F4", (6, 8))})

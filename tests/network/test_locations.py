@@ -3,6 +3,7 @@
 import copy
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -167,3 +168,9 @@ def test_a_host_that_cannot_be_is_named(host: str) -> None:
     with pytest.raises(TransferError, match="cannot be the name of a host") as caught:
         store.transport.probe(store.object("x"), 8, None, OpenGate())
     assert "attempt" not in str(caught.value)
+
+
+@pytest.mark.parametrize("wrong", [3, None, b"model", ["model"]])
+def test_what_is_no_location_at_all_is_refused(wrong: Any) -> None:
+    with pytest.raises(LocationError, match=type(wrong).__name__):
+        parse_location(wrong)
