@@ -1,6 +1,7 @@
 """``safe_open`` of this project beside the one of safetensors."""
 
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,9 @@ def test_what_code_for_safetensors_catches_it_still_does(tmp_path: Path) -> None
     fronts: list[Any] = [safe_open, safetensors.safe_open]
     for front in fronts:
         for use in (
-            lambda front=front: front(bad, "pt"),
-            lambda front=front: front(path, "pt").get_tensor("nope"),
-            lambda front=front: front(path, "pt").get_slice("nope"),
+            partial(front, bad, "pt"),
+            partial(front(path, "pt").get_tensor, "nope"),
+            partial(front(path, "pt").get_slice, "nope"),
         ):
             with pytest.raises(safetensors.SafetensorError) as caught:
                 use()
