@@ -207,10 +207,17 @@ class Engine:
 
         Raises
         ------
+        AdapterNotFoundError
+            No adapter has that name, or it could not be loaded; what is known of that failure is forgotten.
         AdapterBusyError
             They took longer than ``drain_seconds``.
         """
-        self.loaded().pool.unload(name, timeout=self.settings.drain_seconds)
+        pool = self.loaded().pool
+        name = unicodedata.normalize("NFC", name)
+        before = next((status for status in pool.list() if status.name == name), None)
+        pool.unload(name, timeout=self.settings.drain_seconds)
+        if before is not None and before.state == "failed":
+            raise AdapterNotFoundError(f"no adapter {name!r} is loaded: {before.error}")
 
     def stop(self) -> None:
         """Take no more requests and end the running ones with an error, soon; returns at once."""

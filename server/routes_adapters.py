@@ -19,6 +19,10 @@ from loadstone.server.schema import LoadAdapterRequest, LoadAdapterResponse, Unl
 from loadstone.settings import Settings
 
 _SIDE_BY_SIDE = 8
+"""Most loads at a time."""
+
+_DRAINING = 64
+"""Most unloads at a time: each may wait for running requests, while loads and other unloads go on."""
 
 
 def adapter_routes(engine: Engine, settings: Settings, *, local_only: bool) -> APIRouter:
@@ -30,13 +34,13 @@ def adapter_routes(engine: Engine, settings: Settings, *, local_only: bool) -> A
 
     router = APIRouter(dependencies=[Depends(admin)])
     # Threads of their own: adapters that take long to fetch must not keep requests waiting for a thread.
-    limiter = CapacityLimiter(_SIDE_BY_SIDE)
+    loads, unloads = CapacityLimiter(_SIDE_BY_SIDE), CapacityLimiter(_DRAINING)
 
     @router.post("/v1/load_lora_adapter", response_model=LoadAdapterResponse)
     async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Response:
         """Load an adapter, or replace it with ``load_inplace``."""
         call = partial(engine.load_adapter, body.lora_name, body.lora_path, replace=body.load_inplace)
-        load = await to_thread.run_sync(call, limiter=limiter)
+        load = await to_thread.run_sync(call, limiter=loads)
         message = f"Success: LoRA adapter '{load.name}' added successfully."
         if not _wants_json(request):
             return PlainTextResponse(message)
@@ -54,7 +58,7 @@ def adapter_routes(engine: Engine, settings: Settings, *, local_only: bool) -> A
     @router.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
         """Unload an adapter: new requests no longer find it, running ones get time to finish."""
-        await to_thread.run_sync(engine.unload_adapter, body.lora_name, limiter=limiter)
+        await to_thread.run_sync(engine.unload_adapter, body.lora_name, limiter=unloads)
         message = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
         if not _wants_json(request):
             return PlainTextResponse(message)

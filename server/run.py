@@ -4,6 +4,7 @@ The order is the point. The port is bound and the transfer begun before anything
 and FastAPI are imported while the first bytes come; torch only once ``/health`` answers.
 """
 
+import errno
 import resource
 import signal
 import socket
@@ -162,9 +163,10 @@ def _bind(host: str, port: int) -> Iterator[socket.socket]:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         bound = socket.socket(family, kind, protocol)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name may have no form that the network knows
+        reason = error.strerror if isinstance(error, OSError) else str(error)
         raise SettingsError(
-            f"{host} is not an address to listen on ({error.strerror}); check --host"
+            f"{host!r:.100} is not an address to listen on ({reason}); check --host"
         ) from None
     with bound:
         try:
@@ -172,9 +174,13 @@ def _bind(host: str, port: int) -> Iterator[socket.socket]:
             bound.bind(address)
             bound.listen(1024)
         except OSError as error:
-            raise SettingsError(
-                f"cannot listen on {host}:{port} ({error.strerror}); choose another --port, or 0 for any"
-            ) from None
+            if error.errno == errno.EADDRNOTAVAIL:
+                advice = (
+                    "it is no address of this machine; choose another --host, such as 127.0.0.1 or 0.0.0.0"
+                )
+            else:
+                advice = "choose another --port, or 0 for any"
+            raise SettingsError(f"cannot listen on {host}:{port} ({error.strerror}); {advice}") from None
         yield bound
 
 

@@ -40,5 +40,6 @@ def service(shared_service: Service) -> Iterator[Service]:
     """Return the shared service, idle and without adapters, before and after the test."""
     yield shared_service
     shared_service.until("idle")
-    for status in shared_service.engine.loaded().pool.list():
-        shared_service.engine.unload_adapter(status.name)
+    pool = shared_service.engine.loaded().pool
+    for status in pool.list():
+        pool.unload(status.name, timeout=5)

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -151,8 +152,31 @@ def test_unload_waits_for_running_answers_and_takes_no_new_ones(service: Service
         check_error(service.http.post("/v1/completions", json={"model": name, "prompt": "x"}), 404, "model")
 
 
-def test_what_is_not_loaded_cannot_be_unloaded(service: Service) -> None:
+def test_what_is_not_loaded_cannot_be_unloaded(service: Service, root: Path) -> None:
     check_error(service.unload("nobody"), 404)
+    service.load("broken", root / "nothing-here")
+    assert "nothing-here" in check_error(service.unload("broken"), 404)
+    assert service.http.get("/v1/loadstone/adapters").json() == []
+    check_error(service.unload("broken"), 404)
+
+
+def test_many_unloads_that_wait_keep_nobody_from_loading_and_unloading(
+    service: Service, base: Path, root: Path
+) -> None:
+    names = [f"held{number}" for number in range(12)]
+    pool = service.engine.loaded().pool
+    with ThreadPoolExecutor(len(names)) as threads:
+        for name in names:
+            assert service.load(name, root / "a1").status_code == 200
+        with pool.lease(names, "a long answer"):
+            waiting = [threads.submit(service.unload, name) for name in names]
+            while not all(status.state == "draining" for status in pool.list()):
+                time.sleep(0.005)
+            assert service.load("a2", root / "a2").status_code == 200
+            assert service.say("a2", PROMPT) == reference(base, PROMPT, root / "a2")
+            assert service.unload("a2").status_code == 200
+            assert not any(each.done() for each in waiting)
+        assert {each.result(20).status_code for each in waiting} == {200}
 
 
 def test_the_bases_name_is_taken(service: Service, root: Path) -> None:

@@ -183,8 +183,11 @@ def test_what_cannot_be_served_is_one_clear_error(base: Path, tmp_path: Path) ->
         port = taken.getsockname()[1]
         with pytest.raises(SettingsError, match=f"cannot listen on 127.0.0.1:{port}"):
             _serve(base, port=port)
-    with pytest.raises(SettingsError, match="not an address"):
-        _serve(base, host="256.0.0.1")
+    for host in ("256.0.0.1", "no..name", "x" * 80):
+        with pytest.raises(SettingsError, match=r"not an address.*check --host"):
+            _serve(base, host=host)
+    with pytest.raises(SettingsError, match="no address of this machine; choose another --host"):
+        _serve(base, host="192.0.2.1")  # reserved for examples
 
 
 def test_a_model_that_cannot_generate_is_refused(tmp_path: Path) -> None:
