@@ -23,6 +23,7 @@ _DIGITS = re.compile(r"[0-9]{1,19}")
 _REFERENCE = re.compile(r"&(lt|gt|amp|quot|apos|#[xX][0-9a-fA-F]{1,8}|#[0-9]{1,8});")
 _ENTITIES = {"lt": "<", "gt": ">", "amp": "&", "quot": '"', "apos": "'"}
 _MESSAGE_LIMIT = 200
+_LONGEST_BELIEVED = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Refusal:
     code: str
     message: str
     region: str
+    clock: float | None = None
+    """When the store says it was, in seconds since 1970."""
 
     def __str__(self) -> str:
         detail = ": ".join(text for text in (self.code, self.message) if text)
@@ -81,9 +84,28 @@ def retry_after(headers: HTTPMessage) -> float | None:
     value = (headers.get("Retry-After") or "").strip()
     if _DIGITS.fullmatch(value):
         return float(value)
-    date = email.utils.parsedate_tz(value) if value else None
-    # A date is compared with this machine's clock, which may be wrong: an hour at most is believed.
-    return min(max(0.0, email.utils.mktime_tz(date) - time.time()), 3600.0) if date else None
+    until = _seconds(value)
+    if until is None:
+        return None
+    now = server_clock(headers)
+    if now is not None:
+        return max(0.0, until - now)
+    # Without the store's own clock there is this machine's, which may be years off: then it tells nothing.
+    seconds = until - time.time()
+    return max(0.0, seconds) if seconds <= _LONGEST_BELIEVED else None
+
+
+def server_clock(headers: HTTPMessage) -> float | None:
+    """Read ``Date``, the clock of who answered, as seconds since 1970."""
+    return _seconds((headers.get("Date") or "").strip())
+
+
+def _seconds(date: str) -> float | None:
+    try:
+        parsed = email.utils.parsedate_tz(date)
+        return float(email.utils.mktime_tz(parsed)) if parsed else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def refusal(status: int, headers: HTTPMessage, body: bytes) -> Refusal:
@@ -91,7 +113,8 @@ def refusal(status: int, headers: HTTPMessage, body: bytes) -> Refusal:
     text = body.decode("utf-8", "replace")
     message = " ".join(redact(_element(text, "Message")).split())[:_MESSAGE_LIMIT]
     region = headers.get("x-amz-bucket-region") or _element(text, "Region")
-    return Refusal(status, _element(text, "Code")[:80], message, region if _is_region(region) else "")
+    region = region if _is_region(region) else ""
+    return Refusal(status, _element(text, "Code")[:80], message, region, server_clock(headers))
 
 
 def check_plain(name: str, status: int, headers: HTTPMessage) -> None:

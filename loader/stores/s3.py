@@ -1,11 +1,13 @@
 """S3 and everything that speaks its language: addresses, regions, signatures, listings.
 
-Ownership: one `S3Store` serves any number of threads. `S3Access` holds the one fact that may change, the
-bucket's region; setting it twice does no harm.
+Ownership: one `S3Store` serves any number of threads. `S3Access` holds two facts that may change, the
+bucket's region and the store's clock; setting them twice does no harm.
 """
 
+import calendar
 import re
 import threading
+import time
 from collections.abc import Mapping
 from urllib.parse import quote, urlsplit
 
@@ -23,6 +25,8 @@ from loadstone.settings import Settings
 _KEY_SAFE = "/-_.~"
 _LISTING_LIMIT = 16 * 1024 * 1024
 _NAMES_LIMIT = 100_000
+_SAME_CLOCK = 60.0  # seconds that may go by between a signature and the store's look at it
+_DATE, _EPOCH = "%Y%m%dT%H%M%SZ", "19700101T000000Z"
 _DEFAULT_REGION = "us-east-1"
 _REGION_CODES = (
     "PermanentRedirect",
@@ -31,12 +35,13 @@ _REGION_CODES = (
     "IllegalLocationConstraint",
 )
 _EXPIRED_CODES = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired")
+_SKEWED = "RequestTimeTooSkewed"
 _CAUSES = {
     "NoSuchBucket": "there is no such bucket; check its name and the endpoint",
     "NoSuchKey": "there is no such key; check the spelling, upper and lower case count",
     "InvalidAccessKeyId": "the access key is not known there; check the credentials and the endpoint",
     "SignatureDoesNotMatch": "the secret key is wrong for this access key; check the credentials",
-    "RequestTimeTooSkewed": "this machine's clock differs too much from the store's; set the clock",
+    _SKEWED: "this machine's clock differs too much from the store's; set the clock",
     "ExpiredToken": "the session token has expired; renew the credentials",
     "InvalidObjectState": "the object is archived; restore it first",
 }
@@ -51,6 +56,8 @@ class S3Access:
         self._lock = threading.Lock()
         self._session: AwsSession | None = None
         self._region = ""
+        self._clock: float | None = None
+        """The store's clock less `time.monotonic`, where this machine's own clock is wrong."""
 
     @property
     def session(self) -> AwsSession:
@@ -80,16 +87,27 @@ class S3Access:
         if self._options.requester_pays:
             headers = {**headers, "x-amz-request-payer": "requester"}
         if keys is not None:
-            headers = sign(url, headers, self._region, keys)
+            at = None if self._clock is None else time.monotonic() + self._clock
+            headers = sign(url, headers, self._region, keys, at)
         return Request(url, headers)
 
     def repair(self, key: str, request: Request, refused: Refusal) -> bool:  # noqa: ARG002  part of `Access`
-        """Follow the bucket to its region, or renew expired keys; see `Access.repair`."""
+        """Follow the bucket to its region, renew keys, go by the store's clock; see `Access.repair`."""
+        if refused.code == _SKEWED:
+            return self._set_clock(request, refused)
         moved = refused.status in (301, 307) or refused.code in _REGION_CODES
         if refused.region and (moved or (refused.status in (400, 403) and refused.region != self._region)):
             self._region = refused.region
             return True
         return refused.code in _EXPIRED_CODES and self.session.renew()
+
+    def _set_clock(self, request: Request, refused: Refusal) -> bool:
+        """Sign by the store's clock from now on; ``False`` when ``request`` was signed by it already."""
+        signed_at = calendar.timegm(time.strptime(request.headers.get("X-Amz-Date", _EPOCH), _DATE))
+        if refused.clock is None or abs(signed_at - refused.clock) < _SAME_CLOCK:
+            return False
+        self._clock = refused.clock - time.monotonic()
+        return True
 
     def cause(self, refused: Refusal) -> str:
         """Name the likely cause; see `Access.cause`."""

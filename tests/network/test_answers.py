@@ -137,7 +137,15 @@ def test_retry_after() -> None:
     assert coming is not None
     assert 90 < coming <= 100
     assert retry_after(message(("Retry-After", formatdate(0, usegmt=True)))) == 0.0
-    assert retry_after(message(("Retry-After", formatdate(4e9, usegmt=True)))) == 3600.0
+    assert retry_after(message(("Retry-After", formatdate(4e9, usegmt=True)))) is None
+    assert retry_after(message(("Retry-After", "Mon, 99 Foo 99999999999 00:00:00 GMT"))) is None
+
+
+@pytest.mark.parametrize("now", [0.0, 1e9, 4e9, 9e9])
+def test_retry_after_is_counted_by_the_stores_own_clock(now: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = message(("Date", formatdate(2e9, usegmt=True)), ("Retry-After", formatdate(2e9 + 7, usegmt=True)))
+    monkeypatch.setattr(time, "time", lambda: now)
+    assert retry_after(told) == 7.0
 
 
 @pytest.mark.parametrize(

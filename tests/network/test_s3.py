@@ -2,6 +2,7 @@
 
 import datetime as dt
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -244,10 +245,40 @@ def test_keys_renewed_in_the_profile_are_taken_up(
     assert read(store) == b"x" * 1000
 
 
-def test_a_wrong_clock_is_named(fake: FaultyServer, settings: Settings) -> None:
+def move_clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let this process's wall clock be wrong, as after a jump."""
+    true_time, true_gmtime = time.time, time.gmtime
+    monkeypatch.setattr(time, "time", lambda: true_time() + seconds)
+    monkeypatch.setattr(
+        time, "gmtime", lambda at=None: true_gmtime(true_time() + seconds if at is None else at)
+    )
+
+
+@pytest.mark.parametrize("days", [-4000, -1, 1, 4000])
+def test_a_wrong_clock_is_corrected_by_the_stores(
+    days: int, seaweed: Seaweed, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seaweed.put("clock/m", b"x" * 1000)
+    store = open_store(parse_location(f"s3://{BUCKET}/clock"), seaweed.options, settings)
+    with monkeypatch.context() as wrong:
+        move_clock(wrong, days * 86_400.0)
+        assert read(store) == b"x" * 1000
+        assert store.names() == ("m",)
+        with ThreadPoolExecutor(8) as pool:  # all of them are refused once, and all are put right
+            fresh = open_store(parse_location(f"s3://{BUCKET}/clock"), seaweed.options, settings)
+            assert set(pool.map(lambda _: read(fresh), range(16))) == {b"x" * 1000}
+            fresh.close()
+        move_clock(wrong, -2 * days * 86_400.0)  # again, in the middle of the work
+        assert read(store) == b"x" * 1000
+    assert read(store) == b"x" * 1000
+    store.close()
+
+
+def test_a_clock_that_cannot_be_corrected_is_named(fake: FaultyServer, settings: Settings) -> None:
     fake.intercept = lambda seen: (403, {}, b"<Error><Code>RequestTimeTooSkewed</Code></Error>")
-    with pytest.raises(AccessError, match="clock"):
+    with pytest.raises(AccessError, match="set the clock"):
         read(fake_store(fake, settings))
+    assert len(fake.seen) == 1  # the store's clock is this one
 
 
 def test_requester_pays_is_said_and_signed(fake: FaultyServer, settings: Settings) -> None:
