@@ -99,7 +99,7 @@ class Residency:
     def __init__(self, spans: Sequence[Window]) -> None:
         self._windows = [Window(span.file, part) for span in spans for part in split(span.range, WINDOW)]
         self._total = sum(window.range.nbytes for window in self._windows)
-        self._budget = int(memory.available() * _BUDGET)
+        self._budget = 0
         self._lock = threading.Lock()
         self._next = 0
         self._ready = 0
@@ -148,6 +148,7 @@ class Residency:
         others = [self._thread(number, self._work) for number in range(1, min(THREADS, len(self._windows)))]
         started = []
         self._cancelled.wait(_PAUSE)
+        self._budget = int(memory.available() * _BUDGET)
         with contextlib.suppress(RuntimeError):  # no more threads are to be had: fewer will do
             for thread in others:
                 thread.start()

@@ -6,10 +6,11 @@ Ownership: transformers' log level and progress bars are process-wide; a lock gu
 """
 
 import contextlib
+import copy
 import json
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from torch import nn
 from transformers.utils import logging
 
 from loadstone.errors import BindError, LoadstoneError, NotFoundError
-from loadstone.loader.modules.bind import unstored_meta_buffers
+from loadstone.loader.modules.bind import Modules, unstored_meta_buffers
 
 if TYPE_CHECKING:
     from loadstone.loader.checkpoint import Checkpoint
@@ -29,8 +30,6 @@ _REASON = 500  # most characters of another library's error that are worth repea
 
 def read_configs(checkpoint: "Checkpoint") -> tuple[Any, Any]:
     """Return the model's configuration and its generation configuration.
-
-    transformers reads them from a folder, with all its rules for old files; so they are put into one.
 
     Raises
     ------
@@ -48,23 +47,47 @@ def read_configs(checkpoint: "Checkpoint") -> tuple[Any, Any]:
             f"{checkpoint.name} is quantised, which load_model does not support; use transformers' own "
             "from_pretrained"
         )
-    with tempfile.TemporaryDirectory(prefix="loadstone-") as folder:
-        Path(folder, "config.json").write_text(json.dumps(values), encoding="utf-8")
-        config = transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        return config, _generation_config(checkpoint, folder)
+    generation = _generation_config(checkpoint, values)
+    config_class = _plain_config_class(values)
+    if config_class is not None:
+        return config_class(**copy.deepcopy(values)), generation
+    with _folder("config.json", json.dumps(values).encode()) as folder:
+        read = transformers.AutoConfig.from_pretrained
+        return read(folder, local_files_only=True, trust_remote_code=False), generation
 
 
-def _generation_config(checkpoint: "Checkpoint", folder: str) -> Any:
-    read: Any = transformers.GenerationConfig.from_pretrained
+def _plain_config_class(values: Mapping[str, Any]) -> Any:
+    """Return the class that takes ``values`` as they are; ``None`` where transformers has more rules.
+
+    Those rules need a folder, and to write down what they found takes longer than everything else here.
+    """
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        return None
+    if "configuration_files" in values or (kind == "mistral" and "layer_types" in values):
+        return None
+    config_class = transformers.CONFIG_MAPPING[kind]
+    usual = transformers.PreTrainedConfig.from_dict
+    return config_class if config_class.from_dict.__func__ is usual.__func__ else None  # type: ignore[attr-defined]  # a class method
+
+
+def _generation_config(checkpoint: "Checkpoint", values: Mapping[str, Any]) -> Any:
+    generation: Any = transformers.GenerationConfig
     try:
         data = checkpoint.read_file("generation_config.json")
     except NotFoundError:
         # Older models keep these values in config.json.
-        return read(folder, config_file_name="config.json", _from_model_config=True, local_files_only=True)
-    Path(folder, "generation_config.json").write_bytes(data)
-    return read(folder, local_files_only=True)
+        return generation.from_model_config(copy.deepcopy(values))
+    with _folder("generation_config.json", data) as folder:
+        return generation.from_pretrained(folder, local_files_only=True)
+
+
+@contextlib.contextmanager
+def _folder(name: str, data: bytes) -> Iterator[str]:
+    """Put a file into a folder of its own for a while: transformers reads only from folders."""
+    with tempfile.TemporaryDirectory(prefix="loadstone-") as folder:
+        Path(folder, name).write_bytes(data)
+        yield folder
 
 
 def model_class(config: Any, chosen: Any, where: str) -> tuple[Any, Any]:
@@ -128,17 +151,26 @@ def computes_buffers(module: nn.Module) -> bool:
     return isinstance(module, transformers.PreTrainedModel)
 
 
-def compute_buffers(model: nn.Module) -> None:
+def compute_buffers(model: nn.Module, modules: Modules) -> None:
     """Compute the buffers on the meta device that no checkpoint stores, such as rotary frequencies.
 
     transformers does it while it gives random values to what was not loaded; everything else is marked as
     loaded, so that only those buffers change.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The whole model.
+    modules : sequence of (str, nn.Module)
+        It and all modules below it, by name.
     """
-    tensors: list[Any] = [*model.parameters(), *model.buffers()]
-    for tensor in tensors:
-        tensor._is_hf_initialized = True
+    for _, child in modules:
+        tensors: tuple[Any, ...] = (*child._parameters.values(), *child._buffers.values())
+        for tensor in tensors:
+            if tensor is not None:
+                tensor._is_hf_initialized = True
     affected: dict[str, nn.Module] = {}
-    for name, child in list(unstored_meta_buffers(model)):
+    for name, child in unstored_meta_buffers(modules).items():
         path, _, attribute = name.rpartition(".")
         child._buffers[attribute] = torch.empty_like(child.get_buffer(attribute), device="cpu")
         affected[path] = child

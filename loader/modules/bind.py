@@ -8,7 +8,7 @@ Ownership: one thread binds a module; the bound module may then be used by any n
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -31,6 +31,8 @@ from loadstone.loader.tensors.views import torch_dtype, torch_shape
 if TYPE_CHECKING:
     from loadstone.loader.checkpoint import Checkpoint
 
+Modules = Sequence[tuple[str, nn.Module]]
+"""A module and all below it, by name; one that has several names comes several times."""
 Rename = Mapping[str, str] | Callable[[str], str] | None
 SHOWN = 5
 """How many names an error lists."""
@@ -125,7 +127,8 @@ def bind(
         Names, shapes or dtypes do not fit, or a buffer that no checkpoint stores is on the meta device. The
         module is unchanged.
     """
-    slots = _slots(module)
+    modules = list(module.named_modules(remove_duplicate=False))  # walking them takes long: once is enough
+    slots = _slots(modules)
     known = _choose_sources(slots, checkpoint, prefix, rename)
     infos = {slot.source: checkpoint.info(slot.source) for slot in slots if slot.source is not None}
     tied = _tied(slots)
@@ -134,10 +137,10 @@ def bind(
     _check_fit(slots, infos, checkpoint.name, dtype)
     if strict:
         _check_names(module, missing, unexpected, checkpoint.name, prefix)
-    restore = _unstored_buffers(module)
+    restore = _unstored_buffers(module, modules)
     _fill(slots, infos, tied, checkpoint)
     restore()
-    settle_before_fused_paths(module)
+    settle_before_fused_paths({id(child): child for _, child in modules}.values())
     report = BindReport(
         bound={name: slot.source for slot in slots if slot.source is not None for name in slot.names},
         tied=tied,
@@ -178,9 +181,9 @@ def pending_tensors(module: nn.Module) -> Iterator[tuple[str, Pending]]:
                 yield name, tensor
 
 
-def settle_before_fused_paths(module: nn.Module) -> None:
+def settle_before_fused_paths(modules: Iterable[nn.Module]) -> None:
     """Let torch's fused attention modules wait for their parameters before they choose how to compute."""
-    for child in module.modules():
+    for child in modules:
         if isinstance(child, _FUSED) and any(True for _ in pending_tensors(child)):
             child.register_forward_pre_hook(_settle_first)
 
@@ -194,14 +197,19 @@ def _settle_first(module: nn.Module, _args: object) -> None:
             hooks.pop(key, None)  # another thread may have come first
 
 
-def _slots(module: nn.Module) -> list[_Slot]:
+def _slots(modules: Modules) -> list[_Slot]:
     """Return every place for a parameter or a persistent buffer, in the module's order."""
     slots: dict[tuple[int, str], _Slot] = {}
-    for path, child in module.named_modules(remove_duplicate=False):
-        stored = {k: b for k, b in child._buffers.items() if k not in child._non_persistent_buffers_set}
-        for attribute, tensor in (*child._parameters.items(), *stored.items()):
+    for path, child in modules:
+        tensors: dict[str, torch.Tensor | None] = child._parameters  # type: ignore[assignment]  # a dict is read only
+        if child._buffers:
+            passing = child._non_persistent_buffers_set
+            tensors = {**tensors, **{k: b for k, b in child._buffers.items() if k not in passing}}
+        for attribute, tensor in tensors.items():
             if tensor is not None:
-                slot = slots.setdefault((id(child), attribute), _Slot(child, attribute, tensor))
+                slot = slots.get((id(child), attribute))
+                if slot is None:
+                    slot = slots[id(child), attribute] = _Slot(child, attribute, tensor)
                 slot.names.append(f"{path}.{attribute}" if path else attribute)
     return list(slots.values())
 
@@ -271,29 +279,32 @@ def some(names: tuple[str, ...] | list[str], separator: str = ", ") -> str:
     return separator.join(names[:SHOWN]) + more
 
 
-def _unstored_buffers(module: nn.Module) -> Callable[[], None]:
+def _unstored_buffers(module: nn.Module, modules: Modules) -> Callable[[], None]:
     """Return what gives values to the buffers that no checkpoint stores and that are only shapes so far."""
-    lost = [name for name, _ in unstored_meta_buffers(module)]
+    lost = unstored_meta_buffers(modules)
     if not lost:
         return lambda: None
     if "transformers" in sys.modules:  # otherwise the module cannot be one of its models
         from loadstone.loader.modules import architectures  # noqa: PLC0415  imports transformers
 
         if architectures.computes_buffers(module):
-            return lambda: architectures.compute_buffers(module)
+            return lambda: architectures.compute_buffers(module, modules)
     raise BindError(
         f"{len(lost)} buffers of {type(module).__name__} are on the meta device and stored nowhere "
-        f"({some(lost)}); build the module so that its buffers are real, and only its parameters on meta"
+        f"({some([*lost])}); build the module so that its buffers are real, and only its parameters on meta"
     )
 
 
-def unstored_meta_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the non-persistent buffers on the meta device, by full name, with the module that owns each."""
-    for path, child in module.named_modules():
+def unstored_meta_buffers(modules: Modules) -> dict[str, nn.Module]:
+    """Return the modules of the non-persistent buffers on the meta device, by the buffers' full names."""
+    found: dict[tuple[int, str], tuple[str, nn.Module]] = {}
+    for path, child in modules:
         for attribute in child._non_persistent_buffers_set:
             buffer = child._buffers.get(attribute)
             if buffer is not None and buffer.is_meta:
-                yield f"{path}.{attribute}" if path else attribute, child
+                name = f"{path}.{attribute}" if path else attribute
+                found.setdefault((id(child), attribute), (name, child))
+    return dict(found.values())
 
 
 def _fill(
@@ -320,13 +331,13 @@ def _arriving(
     """Return the tensor for ``slot``: plain when its bytes are here, else pending."""
     name, dtype, device = info.name, slot.tensor.dtype, slot.device
     is_parameter = isinstance(slot.tensor, nn.Parameter)
+    if ready is not None:
+        ready = ready.to(device=device, dtype=dtype)
+        return nn.Parameter(ready, requires_grad=False) if is_parameter else ready
 
     def make() -> torch.Tensor:
         return checkpoint[name].to(device=device, dtype=dtype)
 
-    if ready is not None:
-        ready = ready.to(device=device, dtype=dtype)
-        return nn.Parameter(ready, requires_grad=False) if is_parameter else ready
     kind = PendingParameter if is_parameter else PendingBuffer
     return pending(kind, Arrival(checkpoint, (name,), make), torch_shape(info), dtype, device)
 

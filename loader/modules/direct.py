@@ -13,6 +13,7 @@ from torch.utils._device import DeviceContext
 from transformers import conversion_mapping
 
 from loadstone.errors import BindError
+from loadstone.loader.format.gcpause import paused_gc
 from loadstone.loader.modules.bind import bind
 from loadstone.loader.modules.families import PLAIN
 from loadstone.loader.tensors.views import torch_dtype
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from loadstone.loader.checkpoint import Checkpoint
+
+_OBJECTS = 5000  # bytes, about, of the Python objects that a model has for each of its tensors
 
 
 def bound_model(
@@ -44,12 +47,13 @@ def bound_model(
     stored = {torch_dtype(checkpoint.info(name)) for name in checkpoint}
     if dtype is None or any(kind.is_floating_point and kind != dtype for kind in stored):
         return None
-    with OnlyShapes():
-        model: PreTrainedModel = model_class._from_config(config, **{**options, "dtype": dtype})
-    try:
-        bind(model, checkpoint)
-    except BindError:
-        return None
+    with paused_gc(_OBJECTS * len(checkpoint)):
+        with OnlyShapes():
+            model: PreTrainedModel = model_class._from_config(config, **{**options, "dtype": dtype})
+        try:
+            bind(model, checkpoint)
+        except BindError:
+            return None
     model.train(mode=False)
     return model
 
@@ -68,6 +72,8 @@ class OnlyShapes(DeviceContext):
         }
     )
 
+    _on_meta: Any = DeviceContext.__torch_function__
+
     def __init__(self) -> None:
         super().__init__("meta")
 
@@ -78,7 +84,7 @@ class OnlyShapes(DeviceContext):
             tensor: torch.Tensor = args[0] if args else (kwargs or {})["tensor"]
             if tensor.is_meta:
                 return tensor
-        return super().__torch_function__(func, types, args, kwargs)
+        return self._on_meta(func, types, args, kwargs)
 
 
 def _dtype(config: Any, wanted: "torch.dtype | str") -> torch.dtype | None:

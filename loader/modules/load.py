@@ -167,7 +167,7 @@ def _converted_model(
     _check(info, type(model).__name__, checkpoint.name, strict)
     finish(model)
     model.requires_grad_(requires_grad=False)
-    settle_before_fused_paths(model)
+    settle_before_fused_paths(model.modules())
     return model
 
 
