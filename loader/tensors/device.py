@@ -1,11 +1,14 @@
 """Moves tensors to an accelerator while others are still arriving.
 
 Bytes go through two page-locked buffers of bounded size: while one is on its way over the bus, on a stream
-of its own, the other is being filled. A tensor handed out belongs to the caller's current stream, is complete
-for every kernel queued there afterwards, and shares no memory with the buffers.
+of its own, the other is being filled. A tensor handed out is of the memory of the stream that was the
+caller's current one when it asked, is complete for every kernel queued there afterwards, and shares no memory
+with the buffers; for use on another stream, torch's usual rules hold (``wait_stream``, ``record_stream``).
+A full device is torch's own ``OutOfMemoryError``.
 
 Ownership: a `DeviceWriter` belongs to one thread, its two buffers to it alone; each has an event that says
-when the copy out of it is over.
+when the copy out of it is over. The two streams wait for each other on the device; this thread waits only for
+a buffer to be free.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,6 +33,10 @@ class DeviceWriter:
     """Copies host tensors to one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
+        if (
+            device.type == "cuda" and device.index is None
+        ):  # the current one may be another at the next tensor
+            device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch gives it no types
         self._buffers = [_Buffer(_page_locked(STAGING), _event()) for _ in range(2)]
@@ -43,9 +50,11 @@ class DeviceWriter:
         target = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)  # the target's memory may still be in use by work queued there
-        for part in split(ByteRange(0, source.numel()), STAGING):
-            self._send(source[part.start : part.stop], target[part.start : part.stop])
-        current.wait_stream(self._stream)
+        try:
+            for part in split(ByteRange(0, source.numel()), STAGING):
+                self._send(source[part.start : part.stop], target[part.start : part.stop])
+        finally:  # also when cut short: the target's memory goes back to that stream, with copies under way
+            current.wait_stream(self._stream)
         return target.view(tensor.dtype).view(tensor.shape)
 
     def close(self) -> None:
@@ -75,8 +84,15 @@ def parse_device(device: str | int | torch.device) -> torch.device:
         parsed = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise SettingsError(f"device {device!r} is not one that torch knows: {_first_line(error)}") from None
-    if parsed.type == "cuda" and not torch.cuda.is_available():
-        raise SettingsError(f"device {device!r} is not there: this torch sees no CUDA device; use 'cpu'")
+    if parsed.type == "cuda":
+        _check_cuda(parsed)
+    elif parsed.type not in ("cpu", "meta"):
+        try:
+            torch.empty(0, device=parsed)
+        except (RuntimeError, AssertionError) as error:
+            raise SettingsError(
+                f"device {device!r} cannot be used: {_first_line(error)}; use 'cpu'"
+            ) from None
     return parsed
 
 
@@ -106,8 +122,19 @@ def _moved(
         yield name, tensor.to(device)
 
 
+def _check_cuda(device: torch.device) -> None:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise SettingsError(f"device '{device}' is not there: this torch sees no CUDA device; use 'cpu'")
+    if device.index is not None and device.index >= count:
+        raise SettingsError(f"device '{device}' is not there: this torch sees {count}, numbered from 0")
+
+
 def _page_locked(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    try:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError:  # no more memory may be locked: slower, and as right, since CUDA then copies at once
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def _event() -> torch.cuda.Event:

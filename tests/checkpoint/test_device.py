@@ -2,6 +2,7 @@
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_other_devices_get_copies(tmp_path: Path) -> None:
 def test_devices_that_are_not_there_are_refused_at_once(tmp_path: Path) -> None:
     folder = write_sharded(tmp_path / "m", model_tensors(), shards=1)
     with loadstone.open(folder) as ckpt:
-        for wrong in ("nonsense", "cuda:x", -7):
+        for wrong in ("nonsense", "cuda:x", -7, "mps" if not torch.backends.mps.is_available() else "vulkan"):
             with pytest.raises(SettingsError, match="device"):
                 ckpt.stream(device=wrong)
         if not torch.cuda.is_available():
@@ -44,6 +45,15 @@ def test_devices_that_are_not_there_are_refused_at_once(tmp_path: Path) -> None:
                 ckpt.stream(device="cuda")
             with pytest.raises(SettingsError, match="sees no CUDA device"):
                 safe_open(next(folder.glob("*.safetensors")), "pt", device=0)
+
+
+def test_a_device_number_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [parse_device(known).index for known in ("cuda", "cuda:1", 0)] == [None, 1, 0]
+    for wrong in ("cuda:2", 7, torch.device("cuda", 2)):
+        with pytest.raises(SettingsError, match=r"device 'cuda:\d' is not there: .* sees 2"):
+            parse_device(wrong)
 
 
 class FakeCuda:
@@ -62,7 +72,8 @@ class FakeCuda:
         self.log.append("record")
 
 
-def test_pieces_go_through_both_buffers_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
     monkeypatch.setattr(device, "STAGING", 64)
     monkeypatch.setattr(device, "_page_locked", lambda size: torch.empty(size, dtype=torch.uint8))
@@ -70,10 +81,40 @@ def test_pieces_go_through_both_buffers_in_turn(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "Stream", lambda place: fake)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda place: fake)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    return fake
+
+
+def test_pieces_go_through_both_buffers_in_turn(tmp_path: Path, fake: FakeCuda) -> None:
     _check_every_dtype(tmp_path, DeviceWriter(torch.device("cpu")))
     fake.log.clear()
     DeviceWriter(torch.device("cpu")).put(torch.zeros(65, dtype=torch.uint8))
     assert fake.log == ["wait_stream", *["synchronize", "record"] * 2, "wait_stream"]
+
+
+def test_memory_given_back_by_a_failure_is_first_waited_for(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = DeviceWriter(torch.device("cpu"))
+
+    def interrupted(self: DeviceWriter, source: torch.Tensor, target: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DeviceWriter, "_send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        writer.put(torch.zeros(65, dtype=torch.uint8))
+    assert fake.log == ["wait_stream", "wait_stream"]
+
+
+def test_without_page_locked_memory_ordinary_memory_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def limited(*args: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", limited)
+    assert device._page_locked(10).device.type == "cpu"
 
 
 @gpu
@@ -109,6 +150,21 @@ def test_cuda_tensors_are_safe_to_keep_and_to_use_at_once() -> None:
     for name, tensor, total in kept:
         assert (tensor == int(name)).all().item()
         assert total.item() == 2 * int(name) * size
+
+
+@gpu
+@needs_cuda
+def test_cuda_tensors_belong_to_the_stream_that_was_current() -> None:
+    size = device.STAGING // 4
+    sources = [(str(number), torch.full((size,), number, dtype=torch.int32)) for number in range(8)]
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        sums = []
+        for _, tensor in to_device(sources, "cuda"):
+            sums.append(tensor.sum(dtype=torch.int64))
+            del tensor  # its memory may be used again at once: by this stream, so after the sum
+    stream.synchronize()
+    assert [total.item() for total in sums] == [number * size for number in range(8)]
 
 
 @gpu
