@@ -24,7 +24,7 @@ from loadstone.errors import CacheError
 from loadstone.loader.node import blobfolder
 from loadstone.loader.node.arena import PREFIX, Arena, adopt
 from loadstone.loader.node.blob import StoredBlob
-from loadstone.loader.node.cachelist import CacheEntry, Removal, describe
+from loadstone.loader.node.cachelist import CacheEntry, Removal, by_last_use, describe
 from loadstone.loader.node.filesystem import free_bytes, refusal
 from loadstone.loader.node.forks import renew_in_child
 from loadstone.loader.node.leases import Leases, shared_leases
@@ -193,7 +193,7 @@ class NodeCache:
     def make_room(self, nbytes: int) -> bool:
         """Evict blobs that nobody uses, least recently used first; ``False`` when nothing could be."""
         freed = 0
-        for entry in sorted(self.entries(), key=lambda entry: entry.last_use):
+        for entry in by_last_use(self.entries()):
             if freed >= nbytes:
                 break
             if self._evict(entry):
@@ -213,7 +213,7 @@ class NodeCache:
     def trim(self, max_bytes: int) -> Removal:
         """Evict, least recently used first, until at most ``max_bytes`` are taken."""
         removed, in_use = [], []
-        entries = sorted(self.entries(), key=lambda entry: entry.last_use)
+        entries = by_last_use(self.entries())
         taken = sum(entry.allocated for entry in entries)
         for entry in entries:
             if taken <= max_bytes:
@@ -318,7 +318,7 @@ class NodeCache:
     def _count(self, nbytes: int) -> int:
         """Count what is left of the budget, evicting until ``nbytes`` fit."""
         assert self.folder is not None
-        entries = sorted(self.entries(), key=lambda entry: entry.last_use)
+        entries = by_last_use(self.entries())
         # A blob in use may still be filled up; what nobody uses stays as it is.
         taken = sum(max(entry.allocated, entry.size if entry.pids else 0) for entry in entries)
         room = free_bytes(self.folder) + sum(entry.allocated for entry in entries)

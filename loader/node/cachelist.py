@@ -1,5 +1,7 @@
 """What is known of each blob in the node cache, for listing and for choosing what to evict."""
 
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +49,15 @@ class Removal:
 
     removed: tuple[CacheEntry, ...]
     in_use: tuple[CacheEntry, ...]
+
+
+def by_last_use(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
+    """Return ``entries``, least recently used first.
+
+    What seems to have been used in the future was used before the clock was set back: that is long ago.
+    """
+    now = time.time()
+    return sorted(entries, key=lambda entry: (entry.last_use <= now, entry.last_use))
 
 
 def describe(folder: Path, leases: Leases) -> CacheEntry | None:
