@@ -89,7 +89,7 @@ def parse_device(device: str | int | torch.device) -> torch.device:
     elif parsed.type not in ("cpu", "meta"):
         try:
             torch.empty(0, device=parsed)
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, ImportError) as error:
             raise SettingsError(
                 f"device {device!r} cannot be used: {_first_line(error)}; use 'cpu'"
             ) from None

@@ -37,7 +37,13 @@ def test_other_devices_get_copies(tmp_path: Path) -> None:
 def test_devices_that_are_not_there_are_refused_at_once(tmp_path: Path) -> None:
     folder = write_sharded(tmp_path / "m", model_tensors(), shards=1)
     with loadstone.open(folder) as ckpt:
-        for wrong in ("nonsense", "cuda:x", -7, "mps" if not torch.backends.mps.is_available() else "vulkan"):
+        for wrong in (
+            "nonsense",
+            "cuda:x",
+            -7,
+            "hpu",
+            "mps" if not torch.backends.mps.is_available() else "vulkan",
+        ):
             with pytest.raises(SettingsError, match="device"):
                 ckpt.stream(device=wrong)
         if not torch.cuda.is_available():
