@@ -6,9 +6,9 @@ version is freed when its last lease ends. Adapters live in tiers, each with a b
 recently used leaving first: registered (a name and a place), mapped (its file, read and checked) and attached
 (ready to be applied). A lease brings its adapters up from any tier.
 
-A mapped adapter is its own file, never a copy. One that was overwritten in place is refused at the next lease or
-batch; no check can catch one that is cut while a batch reads it: the kernel ends the process with SIGBUS. So
-new versions must be renamed into place, or come from a store.
+A mapped adapter is its own file, never a copy. One that was overwritten in place is refused at the next lease
+or batch; no check can catch one that is cut while a batch reads it: the kernel ends the process with SIGBUS.
+So new versions must be renamed into place, or come from a store.
 
 Concurrency: the pool's lock guards the records (`Book`) and is held for microseconds only: never while
 reading, attaching or running the model. The attacher's own lock serialises applying and forward passes;
