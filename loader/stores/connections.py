@@ -10,6 +10,7 @@ Ownership: a `Link` belongs to the thread that took it from its pool; only `Link
 import contextlib
 import http.client
 import io
+import mmap
 import os
 import select
 import socket
@@ -148,9 +149,12 @@ class Link:
 
     @property
     def buffer(self) -> memoryview:
-        """`CHUNK` bytes of memory, allocated once and touched again and again."""
+        """`CHUNK` bytes of memory, allocated once and touched again and again.
+
+        Pages of it cost nothing before their first use: most answers to a first request are short.
+        """
         if self._buffer is None:
-            self._buffer = memoryview(bytearray(CHUNK))
+            self._buffer = memoryview(mmap.mmap(-1, CHUNK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         return self._buffer
 
     def alive(self) -> bool:
