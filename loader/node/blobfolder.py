@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from loadstone.errors import CacheError
-from loadstone.loader.ranges import block_count
+from loadstone.loader.ranges import BLOCK, block_count
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MACHINE_ID = Path("/etc/machine-id")
@@ -64,27 +64,51 @@ class Meta:
     format: int = _FORMAT
 
 
-def create(folder: Path, meta: Meta) -> None:
-    """Make an empty blob at ``folder``; one that is there already stays as it is.
+def create(folder: Path, meta: Meta, first: bytes = b"") -> None:
+    """Make a blob at ``folder``; one that is there already stays as it is.
+
+    Parameters
+    ----------
+    folder : Path
+        Where.
+    meta : Meta
+        Which object.
+    first : bytes
+        Its first bytes; those that fill blocks are kept.
 
     Raises
     ------
     OSError
         There is no room, or no right to.
     """
-    draft = folder.parent / f"tmp-{folder.name}-{secrets.token_hex(4)}"
-    draft.mkdir(mode=0o700)
+    first = first if len(first) == meta.size else first[: len(first) // BLOCK * BLOCK]
+    full = block_count(len(first))
+    # No hole in the map: its bytes find room later, and can be read.
+    marks = b"\1" * full + bytes(block_count(meta.size) - full)
+    draft = f"{folder.parent}{os.sep}tmp-{folder.name}-{secrets.token_hex(4)}"
+    os.mkdir(draft, 0o700)  # noqa: PTH102  many are made at once: path objects double the time
     try:
-        with (draft / "data").open("xb") as file:
-            file.truncate(meta.size)
-        with (draft / "map").open("xb") as file:
-            file.write(bytes(block_count(meta.size)))  # no hole: its bytes find room later, and can be read
-        (draft / "meta.json").write_text(json.dumps(asdict(meta)))
-        draft.rename(folder)
+        _write(f"{draft}/data", first, meta.size)
+        _write(f"{draft}/map", marks, len(marks))
+        _write(f"{draft}/meta.json", json.dumps(asdict(meta)).encode())
+        os.rename(draft, folder)  # noqa: PTH104  likewise
     except OSError:
         shutil.rmtree(draft, ignore_errors=True)
         if not folder.is_dir():
             raise
+
+
+def _write(path: str, data: bytes, size: int = 0) -> None:
+    """Write a new file that begins with ``data`` and has at least ``size`` bytes."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        at = 0
+        while at < len(data):
+            at += os.write(fd, data[at:])
+        if size > at:
+            os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
 
 
 def read_meta(folder: Path) -> Meta | None:

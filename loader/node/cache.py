@@ -94,7 +94,7 @@ class NodeCache:
         self.folder = path
         self._sweep()
 
-    def blob(self, name: str, identity: str, version: Version) -> StoredBlob:
+    def blob(self, name: str, identity: str, version: Version, first: bytes = b"") -> StoredBlob:
         """Return the blob of one version of an object, made if need be.
 
         Parameters
@@ -105,6 +105,8 @@ class NodeCache:
             What distinguishes it from all others.
         version : Version
             A pinned version. Any other is kept in memory, like everything when the folder is of no use.
+        first : bytes
+            What is known of its beginning; it may go into a blob that is made, not into one that is here.
         """
         if not version.pinned or version.size == 0:
             return StoredBlob(name, version.size)
@@ -119,7 +121,7 @@ class NodeCache:
             return self._in_memory(name, version, "it is being evicted at the same time, again and again")
         folder = self.folder / "blobs" / key
         try:
-            place = self._place(folder, key, name, version)
+            place = self._place(folder, key, name, version, first)
             os.utime(folder / "meta.json")
             return StoredBlob(
                 name,
@@ -282,14 +284,14 @@ class NodeCache:
         assert self.folder is not None
         return self.folder / "refs" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
 
-    def _place(self, folder: Path, key: str, name: str, version: Version) -> FolderPlace:
+    def _place(self, folder: Path, key: str, name: str, version: Version, first: bytes) -> FolderPlace:
         host = blobfolder.this_host()
         meta = blobfolder.Meta(name, version.tag, version.size, host.boot, host.machine)
         if folder.is_dir() and not blobfolder.trusted(folder, meta, host):
             self._replace(folder, key, meta, host)
         if not folder.is_dir():
             self._reserve(version.size)
-            blobfolder.create(folder, meta)
+            blobfolder.create(folder, meta, first)
         return FolderPlace(folder)
 
     def _replace(self, folder: Path, key: str, meta: blobfolder.Meta, host: blobfolder.Host) -> None:

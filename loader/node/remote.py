@@ -6,7 +6,9 @@ bytes. Processes that open the same object at the same moment take turns, so tha
 them all.
 
 Ownership: a `RemoteSource` is used by all threads. ``_lock`` guards its table of blobs, ``_opening`` lets one
-`open` at a time through. Threads that probe end before `open` returns. A forked child uses its copy as the
+`open` at a time through, ``_tidy`` one of its threads at a time at the node cache (many small file operations
+side by side would spend more time on passing the interpreter's lock around). Threads that probe end before
+`open` returns. A forked child uses its copy as the
 parent does; connections, threads and locks are renewed below.
 """
 
@@ -162,6 +164,7 @@ class RemoteSource:
         self._closed = False
         self._lock = threading.Lock()
         self._opening = threading.Lock()
+        self._tidy = threading.Lock()
         renew_in_child(self)
 
     @property
@@ -246,6 +249,7 @@ class RemoteSource:
         """Forget who held the locks."""
         self._lock = threading.Lock()
         self._opening = threading.Lock()
+        self._tidy = threading.Lock()
 
     def _is_open(self, name: str) -> bool:
         blob = self._blobs.get(name)
@@ -273,14 +277,16 @@ class RemoteSource:
     def _open_one(self, name: str) -> RemoteBlob:
         obj = self.store.object(name)
         with self.cache.opening(obj.identity):
-            known = self.cache.ref(obj.identity)
-            if known is not None and not self.cache.holds(obj.identity, known):
-                known = None
+            with self._tidy:
+                known = self.cache.ref(obj.identity)
+                if known is not None and not self.cache.holds(obj.identity, known):
+                    known = None
             probe = self.store.transport.probe(obj, BLOCK, known, _ProbeGate(self))
-            if probe.not_modified and known is not None:
-                blob = RemoteBlob(self, obj, known, self.cache.blob(obj.name, obj.identity, known))
-            else:
-                blob = self._admit(obj, probe)
+            with self._tidy:
+                if probe.not_modified and known is not None:
+                    blob = RemoteBlob(self, obj, known, self.cache.blob(obj.name, obj.identity, known))
+                else:
+                    blob = self._admit(obj, probe)
         blob.ensure([ByteRange(0, min(BLOCK, blob.size))])
         return blob
 
@@ -297,7 +303,7 @@ class RemoteSource:
             stored: StoredBlob = WholeBlob(obj.name, version.size)
             stored.deposit(probe.data)
             return RemoteBlob(self, obj, version, stored)
-        stored = self.cache.blob(obj.name, obj.identity, version)
+        stored = self.cache.blob(obj.name, obj.identity, version, probe.data)
         try:
             stored.deposit(probe.data)
         except StorageError as error:
