@@ -16,6 +16,7 @@ from loadstone.errors import AccessError, FormatError, LoadstoneError, NotFoundE
 from loadstone.loader.files.local import LocalSource, resolve_folder
 from loadstone.loader.format.header import Header, TensorInfo, header_length, parse_header
 from loadstone.loader.layout import index
+from loadstone.loader.layout.dcp import lone_file_warnings
 from loadstone.loader.layout.manifest import MANIFEST, Manifest, parse_manifest
 from loadstone.loader.locations import Location, parse_location
 from loadstone.loader.ranges import ByteRange
@@ -98,7 +99,8 @@ def read_checkpoint(source: Source, name: str, file: str | None, variant: str | 
     if file is not None:
         blobs, headers = _read_headers(source, [file], name)
         (header,) = headers.values()
-        return Opened(source, name, blobs, header.tensors, header.metadata, {}, None, ())
+        suspect = lone_file_warnings(file, header, name)
+        return Opened(source, name, blobs, header.tensors, header.metadata, {}, None, suspect)
     reader = _SmallFiles(source)
     layout = index.choose_layout(reader.listed, reader.read, variant, name)
     blobs, headers = _read_headers(source, layout.files, name)

@@ -21,6 +21,9 @@ INDEX_SUFFIX = ".safetensors.index.json"
 
 _NUMBERED = re.compile(r"(?P<stem>.+?)-(?P<part>\d{1,6})-of-(?P<count>\d{1,6})(?:\.(?P<variant>[\w-]+))?")
 _VARIANT = re.compile(rf"(?P<stem>{'|'.join((*STEMS, CONSOLIDATED))})\.(?P<variant>[\w-]+)")
+_RANK = re.compile(
+    r"shard-\d+-.+"
+)  # one rank's files of a distributed checkpoint: it writes what it has only
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _UNFINISHED = (".incomplete", ".part", ".partial", ".aria2", ".crdownload", ".download", ".tmp")
 _FOREIGN = (
@@ -98,7 +101,7 @@ def missing_parts(files: Iterable[WeightFile]) -> list[str]:
     """Return what is missing among numbered shards, as ``model-00002-of-00003``."""
     groups: dict[tuple[str, str | None, int], set[int]] = {}
     for file in files:
-        if file.part is not None and file.count is not None:
+        if file.part is not None and file.count is not None and not _RANK.fullmatch(file.stem):
             groups.setdefault((file.stem, file.variant, file.count), set()).add(file.part)
     missing: list[str] = []
     for (stem, _, count), parts in groups.items():

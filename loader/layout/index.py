@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from loadstone.errors import IndexFileError, LocationError, NotFoundError
 from loadstone.loader.format.header import Header, TensorInfo
 from loadstone.loader.format.naming import enumerate_names, quote
-from loadstone.loader.layout.dcp import SHARDING_INFO, refuse_slices
+from loadstone.loader.layout.dcp import RANK_FILE, SHARDING_INFO, refuse_slices
 from loadstone.loader.layout.filenames import (
     CONSOLIDATED,
     INDEX_SUFFIX,
@@ -352,7 +352,7 @@ def _absent_message(
 
 def _perhaps_slices(layout: Layout, headers: Mapping[str, Header], where: str) -> list[str]:
     written = [file for file in layout.files if SHARDING_INFO in headers[file].metadata]
-    if not any(file.startswith("shard-") for file in written):
+    if not any(file.startswith(RANK_FILE) for file in written):
         return []
     return [
         f"{where}: written by torch's distributed checkpoint (DCP), one file per rank; whether the files of "

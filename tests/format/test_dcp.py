@@ -1,13 +1,17 @@
 """Files of torch's distributed checkpoint: pieces of tensors are never taken for tensors."""
 
 import json
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
 from tests.support.memory_folder import Folder, weights
 from tests.support.safetensors_files import index_json
 
-from loadstone.errors import IndexFileError
+import loadstone
+from loadstone.errors import IndexFileError, LoadstoneWarning
 
 INDEX = "model.safetensors.index.json"
 
@@ -55,3 +59,85 @@ def test_what_torch_itself_writes_is_recognised(tmp_path: Path) -> None:
     (data,) = written.values()
     with pytest.raises(IndexFileError, match=r"duplicate.*'w'.*DCP"):
         Folder({rank(1): data, rank(2): data}).open()
+
+
+RANK = """
+import sys
+import torch
+import torch.distributed
+from torch.distributed.checkpoint import save
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+
+folder, rank = sys.argv[1], int(sys.argv[2])
+torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+mesh = DeviceMesh("cpu", [0, 1])
+spread = {
+    "rows": distribute_tensor(torch.arange(20.0).view(5, 4), mesh, [Shard(0)]),
+    "columns": distribute_tensor(torch.arange(12.0).view(2, 6), mesh, [Shard(1)]),
+    "one": distribute_tensor(torch.ones(1, 4), mesh, [Shard(0)]),
+}
+whole = {name: distribute_tensor(torch.full((3,), float(ord(name))), mesh, [Replicate()]) for name in "abcd"}
+two_files = {"a": 1, "b": 1, "c": 2, "d": 2}
+for name, state, options in (
+    ("pieces", {**spread, **whole}, {}),
+    ("merged", {**spread, **whole}, {"enable_consolidation": True}),
+    ("whole", whole, {"fqn_to_index_mapping": two_files}),
+):
+    save(state, storage_writer=HuggingFaceStorageWriter(f"{folder}/{name}", save_distributed=True, **options))
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of checkpoints that two processes saved together."""
+    folder = tmp_path_factory.mktemp("dcp")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", RANK, str(folder), str(number)], stderr=subprocess.PIPE
+        )
+        for number in range(2)
+    ]
+    said = [process.communicate(timeout=120)[1].decode() for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said
+    return folder
+
+
+def test_pieces_that_several_ranks_saved_are_refused(saved: Path) -> None:
+    assert len(list((saved / "pieces").glob("shard-*"))) == 2
+    with pytest.raises(IndexFileError, match=r"duplicate name: .*slice of tensor '(rows|columns|one)'.*DCP"):
+        loadstone.open(saved / "pieces")
+    with pytest.raises(IndexFileError, match=r"slice.*open the folder above sharded/"):
+        loadstone.open(saved / "merged" / "sharded")
+    (saved / "pieces" / rank(1)).rename(saved / rank(1))
+    with pytest.raises(IndexFileError, match=r"only a slice of tensor .* the file before it is missing"):
+        loadstone.open(saved / "pieces")
+    for lone, said in (
+        (saved / rank(1), "may be slices of tensors;"),
+        (saved / "pieces" / rank(2), "it is one"),
+    ):
+        with pytest.warns(LoadstoneWarning, match=said), loadstone.open(lone) as ckpt:
+            assert "rows" in ckpt
+
+
+def test_what_ranks_merged_opens_as_any_other(saved: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with loadstone.open(saved / "merged") as ckpt:
+            assert ckpt["rows"].flatten().tolist() == list(range(20))
+            assert ckpt["columns"].flatten().tolist() == list(range(12))
+            assert set(ckpt) == {"rows", "columns", "one", *"abcd"}
+
+
+def test_ranks_that_had_nothing_for_some_of_their_files(saved: Path) -> None:
+    names = sorted(path.name for path in (saved / "whole").glob("*.safetensors"))
+    assert 2 <= len(names) <= 4
+    with pytest.warns(LoadstoneWarning, match="DCP"), loadstone.open(saved / "whole") as ckpt:
+        assert {name: ckpt[name].tolist() for name in ckpt} == {
+            name: [float(ord(name))] * 3 for name in "abcd"
+        }
+    second = "shard-00001-model-00002-of-00002.safetensors"  # the only one of its rank
+    infos, said = Folder({second: weights("a", metadata={"DCP_SHARDING_INFO": "{}"})}).open()
+    assert list(infos) == ["a"]
+    assert "DCP" in said[0]
