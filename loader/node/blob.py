@@ -225,8 +225,8 @@ class StoredBlob:
             return
         try:
             fd = place.open_map()
-        except GoneError:
-            self.spill()
+        except GoneError as error:
+            self.spill(error)
             return
         except OSError:
             return  # out of descriptors: no news for now
@@ -296,8 +296,8 @@ class StoredBlob:
             return PrivateClaim(self, self._bytes(first, stop))
         try:
             map_fd = place.open_map()
-        except GoneError:
-            self.spill()
+        except GoneError as error:
+            self.spill(error)
             return PrivateClaim(self, self._bytes(first, stop))
         try:
             run = self._lock_run(place, map_fd, first, stop)
@@ -307,8 +307,8 @@ class StoredBlob:
                 self._release(first, run[0])
                 self._release(run[1], stop)
                 return claim
-        except GoneError:
-            self.spill()
+        except GoneError as error:
+            self.spill(error)
             close_own(map_fd)
             return PrivateClaim(self, self._bytes(first, stop))
         except BaseException:

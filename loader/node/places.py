@@ -3,6 +3,7 @@
 No descriptor stays open between uses, so the number of blobs is not bounded by ``ulimit -n``.
 """
 
+import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Protocol
 from loadstone.errors import CacheError
 from loadstone.loader.node.locks import close_own, open_own
 
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}
+
 
 class GoneError(CacheError):
-    """A blob's files are no longer where they were."""
+    """A blob's files are no longer where they were, or cannot be written any more."""
 
 
 class Place(Protocol):
@@ -77,7 +80,10 @@ class FolderPlace:
         path = self.folder / name
         try:
             fd = open_own(path, os.O_RDWR | os.O_NOFOLLOW)
-        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        except OSError as error:
+            if error.errno in _PASSING:
+                raise
+            # Not there any more, not ours any more, or on a disk that has become read-only.
             raise GoneError(f"{path} of the node cache cannot be opened any more: {error.strerror}") from None
         if self._ids.get(name) not in {None, FileId.of(fd)}:
             close_own(fd)

@@ -95,11 +95,40 @@ def test_a_fork_while_bytes_arrive(served: Served, tmp_path: Path) -> None:
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_a_disk_that_fills_up_at_any_moment(served: Served, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_a_disk_that_fills_up_at_any_moment(kind: str, served: Served, tmp_path: Path) -> None:
     served.hook.pause = 0.02
     disk = tmp_path / "disk"
     disk.mkdir()
-    size = sum(path.stat().st_size for path in served.folder.iterdir())
-    mount = f'mount -t tmpfs -o size={size * 3 // 2},mode=0700 none {disk} && exec "$@"'
-    served.run("full", disk / "cache", 8, 2, within=["unshare", "-m", "sh", "-c", mount, "sh"])
+    size = sum(path.stat().st_size for path in served.folder.iterdir()) * 3 // 2
+    served.run("full", disk / "cache", 8, 2, within=mounted(kind, disk, size))
     assert list(disk.iterdir()) == []
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_disk_that_becomes_read_only_at_any_moment(seed: int, served: Served, tmp_path: Path) -> None:
+    served.hook.pause = 0.1
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    size = sum(path.stat().st_size for path in served.folder.iterdir()) * 3
+    served.run("read-only", disk / "cache", seed, within=mounted("ext4", disk, size))
+
+
+def mounted(kind: str, disk: Path, size: int) -> list[str]:
+    """Return what runs a command with a file system of its own at ``disk``, gone with the command."""
+    if kind == "tmpfs":
+        mount = f"mount -t tmpfs -o size={size},mode=0700 none {disk}"
+        return ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh"]
+    image = disk.with_name("disk.img")
+    with image.open("wb") as file:
+        file.truncate(size + 8 * 1024 * 1024)  # the rest is for the journal and the tables
+    make = ["mkfs.ext4", "-q", "-m", "0", str(image)]
+    probe = f"mount -o loop {image} {disk} && chmod 700 {disk}"
+    try:
+        subprocess.run(make, check=True, capture_output=True)
+        subprocess.run(["unshare", "-m", "sh", "-c", probe], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no ext4 image can be mounted here: {error}")
+    return ["unshare", "-m", "sh", "-c", f'{probe} && exec "$@"', "sh"]

@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -201,6 +202,25 @@ def full_disk(url: str, folder: Path, cache: Path, rounds: int, seed: int) -> li
     return problems
 
 
+def read_only_disk(url: str, folder: Path, cache: Path, seed: int) -> list[str]:
+    """Let the cache's disk become read-only, as ext4 does after an error, while two processes read."""
+    mount = ["mount", "-o", "remount,abort", str(cache.parent)]
+    readers = [
+        forked(functools.partial(read_everything, url, folder, settings_for(cache), n, ahead=n == 1))
+        for n in (1, 2)
+    ]
+    while not any(b"\1" in path.read_bytes() for path in cache.glob("blobs/*/map")):
+        time.sleep(0.005)
+    time.sleep(random.Random(seed).uniform(0.0, 0.2))
+    os.sync()  # what was lost on the way to a broken disk is another matter
+    subprocess.run(mount, check=True)
+    statuses = [exit_status(pid) for pid in readers]
+    problems = [f"a reader ended with {status}" for status in statuses if status]
+    if sum(path.read_bytes().count(0) for path in cache.glob("blobs/*/map")) == 0:
+        problems.append("the disk was never read-only in the middle")
+    return problems
+
+
 def main(arguments: list[str]) -> int:
     mode, url, folder, cache, *rest = arguments
     numbers = [int(number) for number in rest]
@@ -211,6 +231,7 @@ def main(arguments: list[str]) -> int:
         "stop": stopped_holder,
         "fork": fork_after_open,
         "full": full_disk,
+        "read-only": read_only_disk,
     }
     problems = modes[mode](url, Path(folder), Path(cache), *numbers)
     print("\n".join(problems))
