@@ -5,12 +5,11 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal
 
 from loadstone.adapters.adapter import Adapter
 from loadstone.adapters.base import index_of
 from loadstone.adapters.experts import Experts
-from loadstone.adapters.reader import Access, Options, read_quietly
+from loadstone.adapters.reader import Access, OnSuspicion, Options, read_quietly
 from loadstone.adapters.updates import (
     EmbeddingLowRank,
     ExpertsLowRank,
@@ -93,8 +92,9 @@ def check_adapter(
     base: str | os.PathLike[str] | Checkpoint | None,
     *,
     strict_base: bool = False,
-    nonfinite: Literal["warn", "refuse"] = "warn",
-    experts: Experts = "auto",
+    nonfinite: OnSuspicion | None = None,
+    no_effect: OnSuspicion | None = None,
+    experts: Experts | None = None,
     cache: str | os.PathLike[str] | None = "auto",
     storage_options: Mapping[str, object] | None = None,
     settings: Settings | None = None,
@@ -103,7 +103,9 @@ def check_adapter(
     place = os.fspath(location)
     against = "" if base is None else base.name if isinstance(base, Checkpoint) else os.fspath(base)
     try:
-        options = Options(strict_base, nonfinite, experts)
+        options = Options.of(
+            settings, strict_base=strict_base, nonfinite=nonfinite, no_effect=no_effect, experts=experts
+        )
         adapter = read_quietly(location, base, options, Access(cache, storage_options, settings))
     except LoadstoneError as error:
         return CheckReport(place, against, ok=False, error=type(error).__name__, reason=str(error))

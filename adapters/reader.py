@@ -42,15 +42,34 @@ _FIRST = 64 * 1024  # what `Source.open` makes ready of each file
 _LONGEST = 8 * 1024 * 1024
 
 Location = str | os.PathLike[str]
+OnSuspicion = Literal["warn", "refuse"]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """How strictly an adapter is read; see `read_adapter`."""
 
-    strict_base: bool = False
-    nonfinite: Literal["warn", "refuse"] = "warn"
-    experts: Experts = "auto"
+    strict_base: bool
+    nonfinite: OnSuspicion
+    no_effect: OnSuspicion
+    experts: Experts
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings | None,
+        *,
+        strict_base: bool,
+        nonfinite: OnSuspicion | None,
+        no_effect: OnSuspicion | None,
+        experts: Experts | None,
+    ) -> "Options":
+        """Take from the settings what is left open."""
+        settings = Settings.from_env() if settings is None else settings
+        values: OnSuspicion = "refuse" if settings.adapter_values == "refuse" else "warn"
+        ways: dict[str, Experts] = {"auto": "auto", "in_out": "in_out", "out_in": "out_in"}
+        way = ways[settings.adapter_experts]
+        return cls(strict_base, nonfinite or values, no_effect or values, experts or way)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +86,9 @@ def read_adapter(
     *,
     base: Location | Checkpoint | None,
     strict_base: bool = False,
-    nonfinite: Literal["warn", "refuse"] = "warn",
-    experts: Experts = "auto",
+    nonfinite: OnSuspicion | None = None,
+    no_effect: OnSuspicion | None = None,
+    experts: Experts | None = None,
     cache: str | os.PathLike[str] | None = "auto",
     storage_options: Mapping[str, object] | None = None,
     settings: Settings | None = None,
@@ -84,10 +104,12 @@ def read_adapter(
         The base it is for. ``None`` checks the adapter against itself only.
     strict_base : bool
         Refuse an adapter that says it was made for a base of another name or structure; otherwise warn.
-    nonfinite : {"warn", "refuse"}
-        What to do about NaN and infinite values.
-    experts : {"auto", "in_out", "out_in"}
-        How fused experts are stored in the base, for ``target_parameters`` whose shapes do not tell.
+    nonfinite, no_effect : {"warn", "refuse"}, optional
+        What to do about NaN and infinite values; about an adapter whose every B is zero. By default what the
+        settings say.
+    experts : {"auto", "in_out", "out_in"}, optional
+        How fused experts are stored in the base, for ``target_parameters`` whose shapes do not tell. By
+        default what the settings say.
     cache, storage_options, settings
         As for `loadstone.open`; they are for the adapter and for a base that is opened here.
 
@@ -96,7 +118,9 @@ def read_adapter(
     LoadstoneError
         It cannot be used; the message says why. Nothing of it was attached anywhere.
     """
-    options = Options(strict_base, nonfinite, experts)
+    options = Options.of(
+        settings, strict_base=strict_base, nonfinite=nonfinite, no_effect=no_effect, experts=experts
+    )
     adapter = read_quietly(location, base, options, Access(cache, storage_options, settings))
     for message in adapter.warnings:
         warnings.warn(message, LoadstoneWarning, stacklevel=2)
@@ -259,7 +283,10 @@ def _value_warnings(layout: Layout, look: Look, where: str, options: Options) ->
     zero = {layout.ids[key] for key in look.zero if key in layout.ids}
     updates = [update for several in layout.built.updates.values() for update in several]
     if updates and all(_is_silent(update, zero) for update in updates):
-        found.append(f"{where}: every lora_B (or lora_A) is zero: the adapter has no effect")
+        text = f"{where}: every lora_B (or lora_A) is zero: the adapter has no effect"
+        if options.no_effect == "refuse":
+            raise AdapterFormatError(f"{text}; train it, or read it with no_effect='warn'")
+        found.append(text)
     copies = layout.built.copies
     if copies:
         found.append(

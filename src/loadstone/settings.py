@@ -19,6 +19,8 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _LONGEST = 1_000_000
 """Most seconds, eleven days: sockets take no more than 2**31 milliseconds."""
 
+_CHOICES = {"adapter_values": ("warn", "refuse"), "adapter_experts": ("auto", "in_out", "out_in")}
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -45,6 +47,12 @@ class Settings:
         Compare every file with its published digest when a checkpoint is opened; this reads all of it.
     adapter_bytes : int
         Most bytes of adapters attached to the model; 0: a quarter of the memory this process may use.
+    adapter_values : str
+        What happens to adapters that hold NaN or infinite values, or change nothing because every B is zero:
+        ``warn`` or ``refuse``.
+    adapter_experts : str
+        How bases store each fused expert, for adapters of experts whose shapes do not tell: ``in_out`` or
+        ``out_in``; ``auto`` refuses those.
     admin_token : str
         What callers of the service send as ``Authorization: Bearer …`` to load or unload adapters. Empty:
         only a service bound to loopback takes such calls, and only from this machine.
@@ -70,6 +78,8 @@ class Settings:
     retry_seconds: float = 120.0
     verify: bool = False
     adapter_bytes: int = 0
+    adapter_values: str = "warn"
+    adapter_experts: str = "auto"
     admin_token: str = field(default="", repr=False)
     max_body_bytes: int = 4 * 1024 * 1024
     max_context: int = 0
@@ -93,6 +103,9 @@ class Settings:
         for name in ("max_body_bytes", "max_running"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name} is {getattr(self, name)}; use 1 or more")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise SettingsError(f"{name} is {getattr(self, name)!r}; use one of {', '.join(choices)}")
 
     def _check_seconds(self) -> None:
         for name in ("connect_timeout", "stall_timeout"):

@@ -30,7 +30,9 @@ from loadstone.errors import (
     LoadstoneWarning,
     LocationError,
     NotFoundError,
+    SettingsError,
 )
+from loadstone.settings import Settings
 
 
 @pytest.fixture
@@ -276,6 +278,21 @@ def test_an_adapter_without_effect_is_a_warning(tmp_path: Path, base: Path) -> N
     folder = with_tensors(tmp_path, {f"{PREFIX}{Q}.lora_B.weight": torch.zeros(8, 2)})
     with pytest.warns(LoadstoneWarning, match="no effect"):
         read_adapter(folder, base=base).close()
+    refuse(AdapterFormatError, "no effect", folder, base, no_effect="refuse")
+
+
+@pytest.mark.parametrize(("value", "says"), [(0.0, "no effect"), (float("nan"), "not finite")])
+def test_settings_say_what_happens_to_suspicious_values(
+    value: float, says: str, tmp_path: Path, base: Path
+) -> None:
+    folder = with_tensors(tmp_path, {f"{PREFIX}{Q}.lora_B.weight": torch.full((8, 2), value)})
+    strict = Settings.from_env({"LOADSTONE_ADAPTER_VALUES": "refuse"})
+    refuse(AdapterFormatError, says, folder, base, settings=strict)
+    assert says in check_adapter(folder, base, settings=strict).reason
+    with pytest.warns(LoadstoneWarning, match=says):
+        read_adapter(folder, base=base, settings=strict, nonfinite="warn", no_effect="warn").close()
+    with pytest.raises(SettingsError, match="adapter_values is 'ignore'; use one of warn, refuse"):
+        Settings.from_env({"LOADSTONE_ADAPTER_VALUES": "ignore"})
 
 
 # Identity, report

@@ -17,6 +17,7 @@ from loadstone.errors import (
     AdapterUnsupportedError,
     LoadstoneWarning,
 )
+from loadstone.settings import Settings
 
 EXPERTS = "model.layers.0.mlp.experts"
 
@@ -137,6 +138,9 @@ def test_square_experts_need_a_declared_orientation(tmp_path: Path) -> None:
     for way in ways:
         with read_adapter(folder, base=base, experts=way) as adapter:
             deltas[way] = adapter.delta(EXPERTS)
+        by_setting = Settings.from_env({"LOADSTONE_ADAPTER_EXPERTS": way})
+        with read_adapter(folder, base=base, settings=by_setting) as adapter:
+            assert torch.equal(adapter.delta(EXPERTS), deltas[way])
     assert torch.equal(deltas["in_out"], deltas["out_in"].transpose(1, 2))
 
 
