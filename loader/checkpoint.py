@@ -98,8 +98,8 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
     ``ckpt[name]`` waits for that tensor's bytes and returns a view: private to this process, writable,
     sharing memory with every other view of the same tensor. Iteration gives the stored names; a head tied
     to the embedding is not among them, but can be looked up. A file of this machine that was replaced or
-    changed since it was opened is an error at the next access. If a file is *cut* while a tensor handed out
-    is in use, the system ends the process (SIGBUS): use ``copy=True`` where that may happen.
+    changed since (by its inode, size and modification time) is an error at the next access. If one is *cut*
+    while a tensor handed out is in use, the system ends the process (SIGBUS): use ``copy=True`` there.
     """
 
     def __init__(self, opened: opening.Opened, *, copy: bool = False) -> None:

@@ -7,6 +7,12 @@ deleted stays usable: the map keeps its data alive, unchanged. What no check can
 a tensor already handed out is being read: the kernel ends the process with SIGBUS. Where that may happen,
 read with ``copy=True``: copies are read by ``pread``, never through the map.
 
+Not noticed is an overwriting in place, at the same length, that leaves the modification time as it was: one
+that puts the time back afterwards, or falls into the same tick of the file system's clock (some milliseconds)
+as the write before the opening. The time of the last status change would tell; but it also moves when a file
+is linked, renamed, or changes owner or mode, which caches do to files in use. Against such writers,
+``verify=True`` compares contents where digests are published.
+
 Ownership: a `LocalBlob` is complete when its constructor returns, and never changes but for ``close`` and for
 when it was last found in memory, one pair that any thread may replace; so it needs no lock. It keeps no file
 descriptor. The map is a private one, and a forked child has its own. The table of blobs is only ever added

@@ -101,6 +101,19 @@ def test_a_deleted_file_stays_usable(tmp_path: Path) -> None:
             ckpt.copy("w")
 
 
+def test_what_caches_do_to_files_in_use_is_no_change(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_file(path, {"w": ("U8", (8,))})
+    with loadstone.open(path) as ckpt:
+        before = path.stat().st_ctime_ns
+        path.chmod(0o444)
+        (tmp_path / "linked").hardlink_to(path)
+        os.utime(path, ns=(0, path.stat().st_mtime_ns))  # as if just read
+        assert path.stat().st_ctime_ns > before
+        assert ckpt["w"].tolist() == ckpt.copy("w").tolist()
+        assert ckpt.prefetch().wait(30)
+
+
 def test_copies_survive_a_cut_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write_file(path, {"w": ("U8", (3 * MIB,))})
