@@ -11,6 +11,7 @@ from loadstone.loader.format.naming import shorten
 _LFS = b"version https://git-lfs.github.com/spec/"
 # A safetensors header of 640 bytes begins like a pickle too, but, as a 64-bit number, goes on with zeros.
 _PICKLE = re.compile(rb"\x80[\x02-\x05](?:\x95|..(?!\x00{4}))", re.DOTALL)
+_XML_ERROR = re.compile(r"(?:<[^>]*>\s*)?<error(?:response)?[\s>]")
 _LINK = re.compile(r"(?:\.\./)+blobs/[0-9a-f]{40,64}")
 _MAGIC = (
     (b"GGUF", "a GGUF file (llama.cpp); open the original safetensors checkpoint instead"),
@@ -51,7 +52,7 @@ def sniff(first: bytes) -> str | None:
 
 
 def _lfs_pointer(first: bytes) -> str:
-    size = re.search(rb"^size (\d{1,20})$", first, re.MULTILINE)
+    size = re.search(rb"^size (\d{1,20})\r?$", first, re.MULTILINE)
     stands_for = f"for {int(size[1])} bytes" if size else "for the real file"
     return f"a Git LFS pointer, a text file that stands {stands_for}; fetch them with `git lfs pull`"
 
@@ -74,7 +75,7 @@ def _text(first: bytes) -> str | None:
         return (
             f"an HTML page{_tag(text, 'title')}, not weights; sign in or accept the licence, fetch it again"
         )
-    if head.startswith("<?xml") or (head.startswith("<") and "<error>" in head):
+    if head.startswith("<?xml") or _XML_ERROR.match(head):
         return (
             f"an XML error answer of a store{_tag(text, 'Code')}{_tag(text, 'Message')}, not weights; "
             "fetch it again once the store gives access"

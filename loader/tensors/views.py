@@ -54,6 +54,8 @@ def torch_dtype(info: TensorInfo) -> torch.dtype:
         Torch has none for it, or cannot hold this shape in it.
     """
     dtype = DTYPES.get(info.dtype)
+    if info.nbytes == 0:
+        _check_empty(info)
     if dtype is None:
         raise UnsupportedDtypeError(
             f"torch {torch.__version__} has no dtype for {info.dtype} (tensor {info.name!r} in {info.file}); "
@@ -65,6 +67,16 @@ def torch_dtype(info: TensorInfo) -> torch.dtype:
             f"{info.file} has shape {list(info.shape)}; raw(name) gives its bytes"
         )
     return dtype
+
+
+def _check_empty(info: TensorInfo) -> None:
+    try:
+        torch.empty(info.shape, device="meta")
+    except (TypeError, RuntimeError):
+        raise UnsupportedDtypeError(
+            f"torch counts with 63 bits, too few for the shape {list(info.shape)} of {info.name!r} in "
+            f"{info.file}, which holds no element; leave this tensor out"
+        ) from None
 
 
 def torch_shape(info: TensorInfo) -> tuple[int, ...]:

@@ -202,3 +202,17 @@ def test_opening_imports_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("shape", [(0, 2**64 - 1), (2**63, 0), (0, 2**62, 2**62), (0, 2**31, 2**31, 2**31)])
+def test_empty_shapes_that_torch_cannot_count_are_named(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    path = tmp_path / "x.safetensors"
+    write_file(path, {"w": ("F32", shape), "v": ("U8", (1,))})
+    for copy in (False, True):
+        with loadstone.open(path, copy=copy) as ckpt:
+            assert ckpt.info("w").shape == shape
+            assert ckpt.raw("w").shape == (0,)
+            for read in (ckpt.__getitem__, ckpt.copy, ckpt.slice, ckpt.view, lambda name: ckpt.get([name])):
+                with pytest.raises(UnsupportedDtypeError, match=r"'w' in x\.safetensors"):
+                    read("w")
+            assert ckpt["v"].shape == (1,)

@@ -168,6 +168,13 @@ def _bad_kinds() -> Iterator[tuple[str, BadFile]]:
         "XML error without a declaration",
         BadFile(b"<Error><Code>NoSuchKey</Code></Error>", ("xml", "NoSuchKey")),
     )
+    yield (
+        "XML error in a namespace",
+        BadFile(
+            b'<Error xmlns="http://s3.amazonaws.com/doc/"><Code>Expired</Code></Error>', ("xml", "Expired")
+        ),
+    )
+    yield "LFS pointer from Windows", BadFile(LFS_POINTER.replace(b"\n", b"\r\n"), ("lfs", "4976698672"))
     yield "JSON error", BadFile(b'{"error":"Repository not found"}', ("json", "Repository not found"))
     yield "nested JSON error", BadFile(b'{"error":{"message":"gone","code":404}}', ("json", "gone"))
     yield "JSON list", BadFile(b'["no","such","file"]', ("json",))
