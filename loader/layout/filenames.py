@@ -60,7 +60,7 @@ class WeightFile:
 
 def parse_name(name: str) -> WeightFile | None:
     """Take the name of a weight file apart; ``None`` when it is not one's."""
-    if not name.lower().endswith(SUFFIX):
+    if not name.lower().endswith(SUFFIX) or name.startswith("."):  # ``._model.safetensors`` is macOS's own
         return None
     body = name[: -len(SUFFIX)]
     numbered = _NUMBERED.fullmatch(body)
@@ -109,6 +109,20 @@ def missing_parts(files: Iterable[WeightFile]) -> list[str]:
         absent = sorted(set(range(first, first + count)) - parts)
         missing += [f"{stem}-{part:05d}-of-{count:05d}" for part in absent]
     return missing
+
+
+def mixed_counts(files: Iterable[WeightFile]) -> list[str]:
+    """Return sets of shards that cannot be one model's, as ``model-…-of-00002``: empty when all is well."""
+    groups: dict[tuple[str, str | None], set[int]] = {}
+    for file in files:
+        if file.count is not None:
+            groups.setdefault((file.stem, file.variant), set()).add(file.count)
+    return [
+        f"{stem}-…-of-{count:05d}"
+        for (stem, _), counts in groups.items()
+        if len(counts) > 1
+        for count in sorted(counts)
+    ]
 
 
 def why_missing(name: str, names: Sequence[str]) -> str | None:

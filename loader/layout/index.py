@@ -5,7 +5,7 @@ The rule, in this order; the first that fits decides:
 1. ``model.safetensors.index.json``: the index alone decides, tensor by tensor. Other weight files are left
    alone, with a warning, be it ``model.safetensors`` itself.
 2. ``model.safetensors``.
-3. Shards ``model-00001-of-0000N.safetensors`` without an index: all of them, and all must be there.
+3. Shards ``model-00001-of-0000N.safetensors`` without an index: all of them, and all must be there, of one N.
 4. The same three for ``diffusion_pytorch_model``, ``pytorch_model`` and ``adapter_model``.
 5. The only other ``*.safetensors.index.json``, else all other ``*.safetensors`` files together.
 6. ``consolidated.safetensors`` (or its index or shards): a second copy of the weights in their makers' own
@@ -34,6 +34,7 @@ from loadstone.loader.layout.filenames import (
     index_names,
     is_variant_index,
     missing_parts,
+    mixed_counts,
     no_weights,
     parse_name,
     weights_name,
@@ -179,6 +180,12 @@ def _weights(names: Sequence[str], variant: str | None) -> list[WeightFile]:
 
 
 def _together(files: Sequence[WeightFile], names: Sequence[str], variant: str | None, where: str) -> Layout:
+    mixed = mixed_counts(files)
+    if mixed:
+        raise IndexFileError(
+            f"{where}: no index, and shards of {len(mixed)} sets, {enumerate_names(mixed, _LISTED)}; remove "
+            "those that are not meant, or add an index"
+        )
     missing = missing_parts(files)
     if missing:
         raise NotFoundError(

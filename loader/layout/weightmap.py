@@ -54,7 +54,7 @@ def parse_index(data: bytes, where: str) -> WeightMap:
             f"{where}: the index is not UTF-8 at byte {problem.start}; it is damaged, fetch it again"
         ) from None
     if not text.lstrip().startswith(("{", "[")):
-        what = sniff(data) or "something else"
+        what = sniff(data) or ("something else" if data else "an empty file, fetch it again")
         raise IndexFileError(f"{where}: expected the JSON of an index, but it is {what}")
     with paused_gc(len(data)):
         document = parse_json(text, f"{where}: the index", IndexFileError)

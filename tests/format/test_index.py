@@ -332,3 +332,25 @@ def test_a_folder_without_weights_says_what_it_holds(names: list[str], word: str
 def test_every_error_is_one_of_ours(names: list[str]) -> None:
     with pytest.raises(LoadstoneError):
         Folder(dict.fromkeys(names, b"")).open()
+
+
+def test_shards_of_two_generations_are_not_one_model() -> None:
+    files = {f"model-0000{part}-of-0000{count}.safetensors": weights(f"{part}{count}")
+             for part, count in ((1, 1), (1, 2), (2, 2))}  # fmt: skip
+    with pytest.raises(IndexFileError, match=r"2 sets, 'model-…-of-00001', 'model-…-of-00002'"):
+        Folder(files).open()
+    index = index_json({"11": "model-00001-of-00001.safetensors"})
+    infos, said = Folder({**files, "model.safetensors.index.json": index}).open()
+    assert list(infos) == ["11"]
+    assert "left alone" in said[0]
+
+
+def test_hidden_files_are_no_weights() -> None:
+    infos, said = Folder({"a.safetensors": weights("a"), "._a.safetensors": b"Mac OS X"}).open()
+    assert list(infos) == ["a"]
+    assert said == []
+
+
+def test_an_empty_index_is_called_that() -> None:
+    with pytest.raises(IndexFileError, match="an empty file"):
+        Folder({"a.safetensors": weights("a"), "model.safetensors.index.json": b""}).open()
