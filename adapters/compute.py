@@ -230,11 +230,30 @@ class Replaced:
 
     __slots__ = ("_clone",)
 
-    def __init__(self, update: Replacement, module: nn.Module) -> None:
+    def __init__(self, clone: nn.Module) -> None:
+        self._clone = clone
+
+    @classmethod
+    def of(cls, update: Replacement, module: nn.Module) -> "Replaced":
+        """Put an adapter's parameters in place of a module's."""
         own = dict(module.named_parameters(remove_duplicate=False))
         values = update.parameters.items()
-        self._clone = clone_with(
-            module, {name: value.to(own[name].device, own[name].dtype) for name, value in values}
+        return cls(
+            clone_with(module, {name: value.to(own[name].device, own[name].dtype) for name, value in values})
+        )
+
+    def parts(self) -> dict[str, "Replaced"]:
+        """Return the modules inside that have parameters themselves, by their names inside."""
+        return {name: Replaced(part) for name, part in self._clone.named_modules() if part._parameters}
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is a plain layer, which nobody computes with but by calling it."""
+        layers = nn.Linear | nn.Embedding | nn.LayerNorm
+        return (
+            isinstance(self._clone, layers)
+            or is_transposed(self._clone)
+            or (type(self._clone).__name__.endswith("Norm"))
         )
 
     def __call__(self, *args: object, **kwargs: object) -> object:

@@ -117,7 +117,7 @@ def _change(module: nn.Module, updates: Sequence[Update]) -> Change:
         elif isinstance(update, TokenRows):
             operations.append(Tokens(update, module))
         elif isinstance(update, Replacement):
-            substitute = Replaced(update, module)
+            substitute = Replaced.of(update, module)
     experts = [update for update in updates if isinstance(update, ExpertsLowRank)]
     return Change(Experts(experts, module) if experts else substitute, tuple(operations))
 

@@ -2,16 +2,18 @@
 
 Most modules are run once for the whole batch. A module is run apart, once for each adapter that changes
 anything in it, where rows cannot be told inside: a block of experts, whose tokens are flattened and sorted by
-expert, and a module that one adapter replaces while another changes something in it.
+expert, and a module that one adapter replaces while another changes something in it. A module that is called
+with a cache cannot be: where an adapter replaces it, its layers are replaced one by one.
 """
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from loadstone.adapters.compute import Experts, Linear, lasting
+from loadstone.adapters.compute import Experts, Linear, Replaced, lasting
 from loadstone.adapters.stacks import Bucket, Stack
 from loadstone.adapters.steps import (
     Apart,
@@ -29,9 +31,16 @@ from loadstone.adapters.steps import (
     Turn,
     Uniform,
 )
+from loadstone.errors import AdapterUnsupportedError
 
 Plan = Mapping[str, Step]
 """A step for each module that any adapter of the batch changes."""
+
+_CACHE = re.compile("cache|cache_params|layer_past|past_.*")
+"""What transformers' modules call the cache that they are given."""
+
+_BY_POSITION = "relative_attention_bias"
+"""What the transformers models that have one call an embedding of distances, which has no rows of a batch."""
 
 _CROWDED = 2
 """An adapter with this many times the usual number of rows is computed by itself, not in a group."""
@@ -63,7 +72,13 @@ def mixed(
         Where the model computes.
     modules : mapping
         The model's, by name.
+
+    Raises
+    ------
+    AdapterUnsupportedError
+        An adapter changes what only a batch of its own can compute.
     """
+    adapters = {key: _in_layers(changes, modules) for key, changes in adapters.items()}
     names = dict.fromkeys(name for changes in adapters.values() for name in changes)
     above = _run_apart(names, adapters, modules)
     with lasting():
@@ -94,6 +109,11 @@ class _Planner:
         self._known: dict[tuple[int | None, ...], Arrangement] = {}
 
     def step(self, name: str) -> Mixed:
+        if name.endswith(_BY_POSITION):
+            raise AdapterUnsupportedError(
+                f"an adapter of this batch changes {name}, which is looked up by position and serves all "
+                "rows; run it in a batch of its own"
+            )
         changes = {key: each[name] for key, each in self._adapters.items() if name in each}
         stacked: dict[int, tuple[Bucket, dict[int, Linear]]] = {}
         parts: list[Part] = []
@@ -181,6 +201,25 @@ class _Planner:
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self._device)
+
+
+def _in_layers(changes: Changes, modules: Mapping[str, nn.Module]) -> Changes:
+    """Replace modules that are called with a cache layer by layer, where they consist of plain layers."""
+    found: dict[str, Change] = {}
+    for name, change in changes.items():
+        whole = change.substitute
+        parts = whole.parts() if isinstance(whole, Replaced) and _takes_cache(modules[name]) else {}
+        if parts and all(
+            part.is_layer or _block(f"{name}.{inner}", modules) for inner, part in parts.items()
+        ):
+            found |= {f"{name}.{inner}": Change(part) for inner, part in parts.items()}
+        else:
+            found[name] = change
+    return found
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    return any(_CACHE.fullmatch(name) for name in inspect.signature(type(module).forward).parameters)
 
 
 def _run_apart(

@@ -107,15 +107,16 @@ class Mixed:
 
     def __call__(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run the module, or for some rows replacements, and then each part on its rows."""
+        if not self._runs or isinstance(module, nn.Embedding):
+            rows = _rows(module, _first(args, kwargs))
+            if rows != self._count:
+                raise not_by_row(self._name, rows, self._count)
         if self._runs:
             calls: list[tuple[Forward, Tensor]] = [
                 (run.replacement or forward, run.rows) for run in self._runs
             ]
             result = run_apart(calls, args, kwargs, count=self._count, name=self._name)
         else:
-            found = len(_first(args, kwargs))
-            if found != self._count:
-                raise not_by_row(self._name, found, self._count)
             result = forward(*args, **kwargs)
         if self._parts:
             x, changed = _first(args, kwargs), _tensor(result)
@@ -281,6 +282,11 @@ class Stacked:
             with lasting():
                 self._factors = torch.stack([operation.factor(module) for operation in self._operations])
         return self._factors.view(len(self._factors), *[1] * (dims - 2), -1)
+
+
+def _rows(module: nn.Module, x: Tensor) -> int:
+    """Return how many rows an input has; positions that are looked up for all rows together are one."""
+    return 1 if x.dim() == 0 or (isinstance(module, nn.Embedding) and x.dim() == 1) else len(x)
 
 
 def _first(args: Args, kwargs: Kwargs) -> Tensor:

@@ -28,6 +28,8 @@ LLAMA: Mapping[str, Mapping[str, Any]] = {
     "saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "saved3": {"target_modules": ["k_proj"], "modules_to_save": ["lm_head", "norm"]},
     "saved2": {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"]},
+    "attention": {"target_modules": ["up_proj"], "modules_to_save": ["self_attn"]},
+    "layer": {"target_modules": ["lm_head"], "modules_to_save": ["layers.1"]},
     "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [7, 1, 30]}},
 }
 
@@ -113,6 +115,8 @@ def rows_of(names: list[str]) -> list[str | None]:
     "saved saved2 base saved3",
     "tokens base plain tokens",
     "saved dora saved2 tokens biased plain pattern base",
+    "attention base attention layer",
+    "attention plain layer dora plain2 saved plain3",
 )
 def test_mixed_batches_that_peft_refuses_answer_as_each_row_alone(zoo: Zoo, names: list[str]) -> None:
     model = zoo.make()
@@ -199,6 +203,7 @@ EXPERTS: Mapping[str, Mapping[str, Any]] = {
     "down": {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"], "r": 2},
     "gate": {"target_modules": ["v_proj"], "target_parameters": ["mlp.gate.weight"]},
     "block": {"target_modules": ["v_proj"], "modules_to_save": ["mlp"]},
+    "layer": {"target_modules": ["lm_head"], "modules_to_save": ["layers.0"]},
     "plain": {"target_modules": ["q_proj", "k_proj"]},
     "dora": {"target_modules": ["q_proj", "o_proj"], "use_dora": True},
 }
@@ -224,6 +229,7 @@ def test_an_adapter_of_experts_answers_bit_for_bit_as_in_peft(experts: Zoo, name
     "gate base experts",
     "block experts base gate block",
     "experts plain down dora gate block base experts",
+    "layer base experts layer block",
 )
 def test_rows_with_experts_of_their_own_share_a_batch(experts: Zoo, names: list[str]) -> None:
     model = experts.make()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from loadstone.adapters.attach import Attacher
-from loadstone.adapters.updates import Replacement, Update
+from loadstone.adapters.updates import EmbeddingLowRank, Replacement, Update
 from loadstone.errors import AdapterUnsupportedError
 
 WIDTH = 6
@@ -129,3 +129,38 @@ def test_what_cannot_be_split_by_row_is_refused_and_runs_alone(
     with attacher.apply([version, version]):
         assert model.inner(*args) is not None
     assert "forward" not in model.inner.__dict__
+
+
+class Positions(nn.Module):
+    """Looks up positions, which are the same for all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Embedding(9, WIDTH)
+        self.relative_attention_bias = nn.Embedding(9, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("name", "ids"),
+    [
+        ("inner", torch.arange(2)),
+        ("inner", torch.arange(2)[None]),
+        ("relative_attention_bias", torch.arange(4).view(2, 2)),
+    ],
+)
+@pytest.mark.parametrize("replaced", [True, False])
+def test_positions_are_not_taken_for_rows_though_there_are_as_many(
+    name: str, ids: Tensor, *, replaced: bool
+) -> None:
+    model = Positions().requires_grad_(requires_grad=False)
+    version = Version(1)
+    low_rank = EmbeddingLowRank(torch.ones(2, 9), torch.ones(WIDTH, 2), 1.0)
+    version.updates = {name: (Replacement({"weight": torch.ones(9, WIDTH)}) if replaced else low_rank,)}
+    attacher = Attacher(model, 1 << 20)
+    with (
+        pytest.raises(AdapterUnsupportedError, match=r"of (its|their) own"),
+        attacher.apply([version, None]),
+    ):
+        model.get_submodule(name)(ids)
+    with attacher.apply([version, version]):
+        assert model.get_submodule(name)(ids).shape == (*ids.shape, WIDTH)
