@@ -17,6 +17,7 @@ from torch import nn
 
 from loadstone.errors import BindError
 from loadstone.loader.format.header import TensorInfo
+from loadstone.loader.modules.arrived import arrived
 from loadstone.loader.modules.pending import (
     Arrival,
     Pending,
@@ -310,7 +311,7 @@ def unstored_meta_buffers(modules: Modules) -> dict[str, nn.Module]:
 def _fill(
     slots: list[_Slot], infos: Mapping[str, TensorInfo], tied: Mapping[str, str], checkpoint: "Checkpoint"
 ) -> None:
-    ready = checkpoint.get([name for name in infos if checkpoint.is_ready(name)])
+    ready = checkpoint.get(arrived(checkpoint, infos))
     made: dict[tuple[str, torch.dtype, torch.device, bool], torch.Tensor] = {}
     by_name: dict[str, torch.Tensor] = {}
     for slot in slots:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from loadstone.errors import BindError, MissingExtraError
 from loadstone.loader.checkpoint import Checkpoint, open_checkpoint
+from loadstone.loader.modules.arrived import arrived
 from loadstone.settings import Settings
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def load_model(
     )
     try:
         # While the imports or the network take long, bytes flow; else reading files would slow the building.
-        early = "transformers" not in sys.modules or not all(map(checkpoint.is_ready, checkpoint))
+        early = "transformers" not in sys.modules or len(arrived(checkpoint, checkpoint)) < len(checkpoint)
         prefetch = checkpoint.prefetch() if early else None
         model = _load(
             checkpoint, auto_class, dtype, device, attention=attn_implementation, strict=strict, wait=wait
@@ -179,7 +180,7 @@ def _tensors(checkpoint: Checkpoint) -> "dict[str, torch.Tensor]":
     from loadstone.loader.modules.pending import Arrival  # noqa: PLC0415  imports torch
     from loadstone.loader.tensors.views import torch_dtype, torch_shape  # noqa: PLC0415  imports torch
 
-    ready = checkpoint.get([name for name in checkpoint if checkpoint.is_ready(name)])
+    ready = checkpoint.get(arrived(checkpoint, checkpoint))
 
     def arriving(name: str) -> torch.Tensor:
         if name in ready:
