@@ -226,14 +226,14 @@ class LocalSource:
 
     def open(self, names: Sequence[str]) -> dict[str, Blob | LoadstoneError]:
         """Open files, several side by side; each name gives its blob or the error met."""
-        if self._closed:
-            raise ClosedError(f"{self._folder} was closed; open the checkpoint again")
+        self._check_open()
         if len(names) < _OPENERS:
             return {name: self._open(name) for name in names}
         return dict(zip(names, side_by_side(self._open, names, _OPENERS, "loadstone-open"), strict=True))
 
     def prefetch(self, spans: Sequence[Span]) -> Prefetch:
         """Start to make ``spans`` resident, in their order."""
+        self._check_open()
         windows = [Window(span.blob, span.range) for span in spans if isinstance(span.blob, LocalBlob)]
         self._running = [one for one in self._running if not one.done()]
         prefetch = Residency(windows)
@@ -255,6 +255,10 @@ class LocalSource:
             prefetch.cancel()
         for blob in self._blobs.values():
             blob.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self._folder} was closed; open the checkpoint again")
 
     def _open(self, name: str) -> Blob | LoadstoneError:
         known = self._blobs.get(name)

@@ -122,6 +122,8 @@ def test_views_are_private_writable_shared_and_outlive_the_checkpoint(tmp_path: 
     with pytest.raises(ClosedError):
         ckpt.view("a")
     with pytest.raises(ClosedError):
+        ckpt.prefetch_names(["a"])
+    with pytest.raises(ClosedError):
         ckpt.prefetch()
 
 
