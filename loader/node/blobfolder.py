@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -88,9 +88,11 @@ def create(folder: Path, meta: Meta, first: bytes = b"") -> None:
     draft = f"{folder.parent}{os.sep}tmp-{folder.name}-{secrets.token_hex(4)}"
     os.mkdir(draft, 0o700)  # noqa: PTH102  many are made at once: path objects double the time
     try:
-        _write(f"{draft}/data", first, meta.size)
-        _write(f"{draft}/map", marks, len(marks))
-        _write(f"{draft}/meta.json", json.dumps(asdict(meta)).encode())
+        write_new(f"{draft}/data", first, meta.size)
+        write_new(f"{draft}/map", marks, len(marks))
+        write_new(
+            f"{draft}/meta.json", json.dumps({name: getattr(meta, name) for name in Meta.__slots__}).encode()
+        )
         os.rename(draft, folder)  # noqa: PTH104  likewise
     except OSError:
         shutil.rmtree(draft, ignore_errors=True)
@@ -98,7 +100,7 @@ def create(folder: Path, meta: Meta, first: bytes = b"") -> None:
             raise
 
 
-def _write(path: str, data: bytes, size: int = 0) -> None:
+def write_new(path: str, data: bytes, size: int = 0) -> None:
     """Write a new file that begins with ``data`` and has at least ``size`` bytes."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -122,7 +122,7 @@ class NodeCache:
         folder = self.folder / "blobs" / key
         try:
             place = self._place(folder, key, name, version, first)
-            os.utime(folder / "meta.json")
+            os.utime(f"{folder}/meta.json")
             return StoredBlob(
                 name,
                 version.size,
@@ -147,7 +147,8 @@ class NodeCache:
         if self.folder is None:
             return None
         try:
-            found = json.loads(self._ref_path(identity).read_text())
+            with open(self._ref_path(identity), encoding="utf-8") as file:  # noqa: PTH123  see `_ref_path`
+                found = json.loads(file.read())
             return Version(str(found["tag"]), int(found["size"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -162,10 +163,10 @@ class NodeCache:
         if self.folder is None:
             return
         path = self._ref_path(identity)
-        draft = path.with_name(f"tmp-{secrets.token_hex(8)}")
+        draft = f"{self.folder}/refs/tmp-{secrets.token_hex(8)}"
         with suppress(OSError):
-            draft.write_text(json.dumps({"tag": version.tag, "size": version.size}))
-            draft.replace(path)
+            blobfolder.write_new(draft, json.dumps({"tag": version.tag, "size": version.size}).encode())
+            os.replace(draft, path)  # noqa: PTH105  see `_ref_path`
 
     @contextmanager
     def opening(self, identity: str) -> Iterator[None]:
@@ -280,9 +281,9 @@ class NodeCache:
         warn_once(f"{name} is kept in memory and not in the node cache: {reason}", str(self.folder))
         return StoredBlob(name, version.size)
 
-    def _ref_path(self, identity: str) -> Path:
-        assert self.folder is not None
-        return self.folder / "refs" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
+    def _ref_path(self, identity: str) -> str:
+        # Opening many objects comes here many times: path objects would take longer than the files.
+        return f"{self.folder}/refs/{hashlib.sha256(identity.encode()).hexdigest()}.json"
 
     def _place(self, folder: Path, key: str, name: str, version: Version, first: bytes) -> FolderPlace:
         host = blobfolder.this_host()

@@ -64,9 +64,12 @@ class FolderPlace:
         self.folder = folder
         self._ids: dict[str, FileId] = {}
         for name in ("data", "map"):
-            fd = self._open(name)
-            self._ids[name] = FileId.of(fd)
-            close_own(fd)
+            path = f"{folder}/{name}"
+            try:
+                info = os.lstat(path)
+            except OSError as error:
+                raise GoneError(f"{path} of the node cache is not there: {error.strerror}") from None
+            self._ids[name] = FileId(info.st_dev, info.st_ino)
 
     def open_data(self) -> int:
         """Open the data file."""
@@ -77,7 +80,7 @@ class FolderPlace:
         return self._open("map")
 
     def _open(self, name: str) -> int:
-        path = self.folder / name
+        path = f"{self.folder}/{name}"
         try:
             fd = open_own(path, os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:

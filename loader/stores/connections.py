@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from loadstone.errors import AccessError, SettingsError, TransferError
@@ -30,6 +31,7 @@ _IDLE_LIMIT = 50.0
 """Seconds after which an idle connection is not used again: most servers close it at 60 or more."""
 TICK = 0.5
 """Seconds between looks at whether a waiting transfer was cancelled."""
+_LONG_NAME = 64  # bytes; the codec for host names checks the lengths of longer ones
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -204,6 +206,7 @@ def connect(origin: Origin, settings: Settings, context: ssl.SSLContext | None) 
     headers = _proxy_headers(proxy) if proxy else {}
     if tunnel:
         connection.set_tunnel(origin.host, origin.port, headers)
+    connection._create_connection = _dial  # type: ignore[attr-defined]  # a seam of the standard library's own
     link = Link(connection, origin, Pace(settings.stall_timeout), absolute=bool(proxy) and not tunnel)
     link.extra = headers if link.absolute else {}
     try:
@@ -218,6 +221,14 @@ def connect(origin: Origin, settings: Settings, context: ssl.SSLContext | None) 
     link.socket = connection.sock
     link.socket.settimeout(TICK)
     return link
+
+
+def _dial(address: tuple[str, int], *rest: Any) -> socket.socket:
+    """Connect as the standard library does, without its codec for host names where plain ASCII will do."""
+    host: Any = address[0]
+    if host.isascii() and len(host) < _LONG_NAME:
+        host = host.encode("ascii")
+    return socket.create_connection((host, address[1]), *rest)
 
 
 def origin_of(parts: SplitResult) -> Origin:
