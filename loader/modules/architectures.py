@@ -25,6 +25,7 @@ from loadstone.loader.modules.bind import Modules, unstored_meta_buffers
 if TYPE_CHECKING:
     from loadstone.loader.checkpoint import Checkpoint
 
+_SPECIAL_FLOAT = '"__float__"'  # how transformers writes infinity and NaN, and only its own reader reads them
 _REASON = 500  # most characters of another library's error that are worth repeating
 
 
@@ -65,6 +66,8 @@ def _plain_config_class(values: Mapping[str, Any]) -> Any:
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         return None
     if "configuration_files" in values or (kind == "mistral" and "layer_types" in values):
+        return None
+    if _SPECIAL_FLOAT in json.dumps(values):
         return None
     config_class = transformers.CONFIG_MAPPING[kind]
     usual = transformers.PreTrainedConfig.from_dict

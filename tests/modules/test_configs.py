@@ -55,6 +55,15 @@ def test_old_and_odd_values_mean_the_same(more: dict[str, Any], tmp_path: Path) 
     assert _same(tmp_path, {"model_type": "llama", "hidden_size": 64, **more})
 
 
+def test_infinity_as_transformers_writes_it(tmp_path: Path) -> None:
+    CONFIG_MAPPING["mamba2"]().save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert "__float__" in str(values["time_step_limit"])
+    (ours, _), (theirs, _) = _both(tmp_path, values)
+    assert ours.time_step_limit == theirs.time_step_limit
+    assert ours.time_step_limit[1] == float("inf")
+
+
 def test_a_generation_configuration_of_its_own_comes_first(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 7}))
     values = {"model_type": "llama", "top_k": 9}
