@@ -104,13 +104,7 @@ class Clock:
 
 def _opener() -> Callable[[str], Any]:
     """Import what opening a checkpoint in S3 imports, and return what opens one."""
-    need(
-        *(
-            f"loadstone.loader.{name}"
-            for name in ("opening", "node.cache", "node.remote", "stores.s3", "stores.signing")
-        )
-    )
-    need("botocore.auth", "botocore.credentials")
+    need(*(f"loadstone.loader.{name}" for name in ("opening", "node.cache", "node.remote", "stores.s3")))
     (checkpoint,) = need("loadstone.loader.checkpoint")
     opener: Callable[[str], Any] = checkpoint.open_checkpoint
     return opener

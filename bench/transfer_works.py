@@ -32,6 +32,7 @@ S3FS_FIRST = "first request: s3fs, listing"
 PEERS = frozenset({*RUNAI, S3FS, *OBSTORE, S3FS_FIRST})
 """The ways that are not ours and no controls."""
 RAW_MEMORY = ("memory: raw sockets, anonymous", "memory: raw sockets, shared (memfd)")
+OPEN_FAR, OPEN_NEAR = "open: loadstone, at a distance", "open: loadstone, at none"
 START_RUN, START_ALONE, START_TRANSFER = (
     "start: loadstone run",
     "start: the process alone, bytes here",
@@ -212,8 +213,8 @@ def _open(bench: Bench) -> Iterator[Way]:
         trips = {"round_trips": figures["open_seconds"] / distance} if distance else {}
         return state, {**figures, **trips}
 
-    yield Way("open: loadstone, at a distance", partial(at, ROUND_TRIP))
-    yield Way("open: loadstone, at none", partial(at, 0.0))
+    yield Way(OPEN_FAR, partial(at, ROUND_TRIP))
+    yield Way(OPEN_NEAR, partial(at, 0.0))
 
 
 def _anonymous(bench: Bench) -> Iterator[Way]:
