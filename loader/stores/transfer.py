@@ -139,7 +139,7 @@ class HttpTransport:
         """Return the headers of an answer, and hang up on its body."""
         with self._send(obj, {**headers, "If-Match": version.tag}, work) as answer:
             if answer.status == 412:
-                raise changed(obj.name, version, f"its ETag is now {strong_tag(answer.headers)[:80]}")
+                raise _refused(obj.name, version, answer.headers)
             return answer.headers
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class HttpTransport:
         if answer.status == 206:
             return check_part(name, headers, asked, version).stop
         if answer.status == 412:
-            raise changed(name, version, f"its ETag is now {strong_tag(headers)[:80] or 'another one'}")
+            raise _refused(name, version, headers)
         if answer.status == 416:
             found = content_range(headers)
             if found is not None and found.total is not None and found.total != version.size:
@@ -298,6 +298,13 @@ def _body(answer: Answer) -> bytes:
         return answer.read(_BODY_LIMIT)
     except TemporaryError:
         return b""  # The status says enough.
+
+
+def _refused(name: str, version: Version, headers: HTTPMessage) -> LoadstoneError:
+    """Return the error for a 412: what was pinned is not there. Azure says so of deleted objects, too."""
+    tag = strong_tag(headers)[:80]
+    found = f"its ETag is now {tag}" if tag else "nothing with its ETag is there any more"
+    return changed(name, version, found)
 
 
 def _discard(_: int, __: memoryview) -> None:
