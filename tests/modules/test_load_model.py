@@ -24,7 +24,7 @@ import loadstone
 from loadstone.errors import BindError, FormatError, LoadstoneError, NotFoundError
 from loadstone.fileserver import FileServer, Hook
 from loadstone.loader.checkpoint import open_checkpoint
-from loadstone.loader.modules import direct
+from loadstone.loader.modules import direct, families
 from loadstone.loader.modules.bind import pending_tensors
 from loadstone.loader.modules.load import checkpoint_of, load_model
 
@@ -301,7 +301,7 @@ def test_families_taken_the_short_way_need_no_conversion() -> None:
 
     rules: Any = conversion_mapping.get_checkpoint_conversion_mapping
     tables = [value for name, value in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
-    for family in direct.PLAIN:
+    for family in families.PLAIN:
         assert rules(family) is None
         classes = [table[family] for table in tables if family in table]
         assert classes, family
