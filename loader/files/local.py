@@ -323,4 +323,8 @@ def _translate(error: OSError, path: str) -> LoadstoneError:
         return AccessError(f"{path} may not be read: {error.strerror}; check its owner and mode")
     if error.errno in {errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}:
         return LocationError(f"{path} is not a usable path: {error.strerror}")
-    return AccessError(f"{path} cannot be read: {error.strerror}")
+    few = error.errno in {errno.EMFILE, errno.ENFILE}
+    advice = (
+        "close some, or raise the limit (ulimit -n)" if few else "check the disk, or where it is mounted from"
+    )
+    return AccessError(f"{path} cannot be read: {error.strerror}; {advice}")

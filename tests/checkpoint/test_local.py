@@ -142,6 +142,34 @@ def test_two_hundred_shards_with_sixty_four_descriptors(tmp_path: Path) -> None:
     assert (done.stdout.strip(), done.stderr) == ("200 200", "")
 
 
+def test_without_descriptors_views_are_read_and_all_else_says_what_to_do(tmp_path: Path) -> None:
+    folder = write_sharded(tmp_path / "m", model_tensors())
+    script = f"""
+import os, resource
+import loadstone, torch
+from loadstone.errors import AccessError
+ckpt = loadstone.open({str(folder)!r})
+assert len(dict(ckpt.stream())) == len(ckpt)
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3,) * 2)
+held = []
+try:
+    while True:
+        held.append(os.dup(0))
+except OSError:
+    pass
+assert ckpt["lm_head.weight"].isfinite().all()
+assert ckpt.prefetch().wait(30)
+for use in (lambda: loadstone.open({str(folder)!r}), lambda: ckpt.copy("lm_head.weight"), ckpt.config):
+    try:
+        use()
+    except AccessError as error:
+        assert "ulimit -n" in str(error), error
+    else:
+        raise SystemExit("no error")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, stdin=subprocess.DEVNULL)
+
+
 def test_no_descriptor_stays_open(tmp_path: Path) -> None:
     write_sharded(tmp_path / "m", model_tensors(), shards=3)
     with loadstone.open(tmp_path / "m") as ckpt:
