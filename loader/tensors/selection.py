@@ -9,11 +9,11 @@ from typing import Literal, get_args
 from loadstone.errors import SettingsError, TensorNotFoundError
 from loadstone.loader.format.header import TensorInfo
 from loadstone.loader.order import as_read
-from loadstone.loader.ranges import ByteRange, coalesce
+from loadstone.loader.ranges import BLOCK, ByteRange, coalesce
 
 Order = Literal["arrival", "layer", "file"]
 
-_GAP = 4096  # neighbours in a file that are this close are asked for together
+_GAP = BLOCK - 1  # gaps that hold no whole block are asked for too: whole blocks are what moves
 _BATCH = 1024 * 1024  # bytes within which many small tensors are taken in the order of the files
 _NEAR = 20_000  # up to this many names, a misspelt one is compared with all of them
 
