@@ -61,7 +61,7 @@ def open_checkpoint(
     variant : str, optional
         ``"fp16"`` opens ``model.fp16.safetensors``; variants are never mixed.
     verify : bool
-        Compare every file that has a published digest (``loadstone.json``, an HF cache's blob names) with
+        Compare every file that has a digest (``loadstone.json``, an HF cache's blob names, S3 ETags) with
         it before this returns, which reads all of them.
     cache : str, path or None
         Folder of the node cache for remote files; ``None`` keeps them in memory; ``"auto"``: the settings.

@@ -220,6 +220,20 @@ def test_blobs_still_filling_count_in_full(folder: Path) -> None:
     assert [blob.place is None for blob in open_blobs] == [False, False, True]
 
 
+def test_versions_of_one_object_lie_side_by_side(folder: Path) -> None:
+    cache = new_cache(folder)
+    versions = [Version('"1"', 2 * BLOCK), Version('"2"', 2 * BLOCK), Version('"1"', 3 * BLOCK)]
+    blobs = [cache.blob("x", "x", version) for version in versions]
+    for number, blob in enumerate(blobs):
+        blob.deposit(bytes([number]) * blob.size)
+    for number, blob in enumerate(blobs):
+        assert set(blob.view) == {number}
+        again = new_cache(folder).blob("x", "x", versions[number])
+        assert again.ready(ByteRange(0, again.size))
+        assert set(again.view) == {number}
+    assert names(cache) == ["x", "x", "x"]
+
+
 def test_references(folder: Path) -> None:
     cache = new_cache(folder)
     assert cache.ref("x") is None
