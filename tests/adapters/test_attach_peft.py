@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.adapter_zoo import ALL_LINEAR, Zoo, applied, build_zoo, some_ids
-from tests.support.peft_adapters import gpt2, llama, mixtral
+from tests.support.peft_adapters import gpt2, llama, mixtral, qwen2_moe
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -239,6 +239,23 @@ def test_rows_with_experts_of_their_own_share_a_batch(experts: Zoo, names: list[
             got = applied(pool, model, rows_of(names), ids)
             wanted = reference(experts, rows_of(names), ids)
             torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_layers_of_a_shared_expert_know_whose_tokens_they_get(tmp_path: Path) -> None:
+    configs: Mapping[str, Mapping[str, Any]] = {
+        "shared": {"target_modules": ["q_proj", "shared_expert.up_proj", "shared_expert_gate"]},
+        "dora": {"target_modules": ["shared_expert.down_proj"], "use_dora": True},
+        "down": {"target_modules": ["v_proj"], "target_parameters": ["experts.down_proj"]},
+        "saved": {"target_modules": ["v_proj"], "modules_to_save": ["shared_expert"]},
+    }
+    zoo = build_zoo(tmp_path, qwen2_moe, configs)
+    model = zoo.make()
+    names = ["shared", None, "dora", "down", "saved", "shared"]
+    with zoo.pool(model) as pool:
+        for length in (1, 6, 7):
+            ids = some_ids(len(names), length)
+            got = applied(pool, model, names, ids)
+            torch.testing.assert_close(got, reference(zoo, names, ids), rtol=1e-5, atol=1e-5)
 
 
 def test_generation_gives_each_row_the_text_of_its_own_experts(experts: Zoo) -> None:

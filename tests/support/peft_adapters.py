@@ -19,6 +19,8 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
 )
 
 VOCABULARY = 40
@@ -63,6 +65,24 @@ def mixtral() -> MixtralForCausalLM:
         max_position_embeddings=32,
     )
     return _ready(MixtralForCausalLM(config), torch.float32)
+
+
+def qwen2_moe() -> Qwen2MoeForCausalLM:
+    """Make a one-layer Qwen2-MoE, whose experts stand beside a shared one that gets the tokens of all rows."""
+    torch.manual_seed(6)
+    config = Qwen2MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=20,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=32,
+    )
+    return _ready(Qwen2MoeForCausalLM(config), torch.float32)
 
 
 def _ready(model: Model, dtype: torch.dtype) -> Model:
