@@ -5,6 +5,8 @@ the first dimension of the module's input: low-rank updates of many adapters go 
 pair of products for all of them, and everything else is computed for each adapter on its own rows. Inside
 some modules rows cannot be told apart, as a block of experts mixes the tokens of all of them: an `Apart` step
 runs such a module once for each adapter, on that adapter's rows, and `Inside` steps know whose turn it is.
+
+Used by one thread at a time: whoever holds the pool's forward lock.
 """
 
 from collections.abc import Mapping, Sequence

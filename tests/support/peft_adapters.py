@@ -68,7 +68,7 @@ def mixtral() -> MixtralForCausalLM:
 
 
 def qwen2_moe() -> Qwen2MoeForCausalLM:
-    """Make a one-layer Qwen2-MoE, whose experts stand beside a shared one that gets the tokens of all rows."""
+    """Make a one-layer Qwen2-MoE, whose experts stand beside a shared one that gets all tokens."""
     torch.manual_seed(6)
     config = Qwen2MoeConfig(
         vocab_size=VOCABULARY,
