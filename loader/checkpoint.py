@@ -8,7 +8,6 @@ locked (transfers, the node cache) lies behind `Source` and `Blob`.
 import hashlib
 import json
 import os
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -17,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from loadstone.errors import ClosedError, LoadstoneWarning, NotFoundError
 from loadstone.loader import opening
+from loadstone.loader.ensure import ensure
 from loadstone.loader.format.header import TensorInfo
 from loadstone.loader.layout.manifest import Manifest
 from loadstone.loader.layout.verify import VerifyReport, verify_files
 from loadstone.loader.locations import check_name
 from loadstone.loader.order import as_read, fetch_order
-from loadstone.loader.ranges import ByteRange, coalesce
+from loadstone.loader.ranges import ByteRange
 from loadstone.loader.source import Prefetch, Source, Span
 from loadstone.loader.tensors import selection, stream
 from loadstone.loader.tensors.stats import Stats
@@ -257,12 +257,18 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         """
         return selection.match(self._infos, self._opened.tied, patterns, self.name)
 
-    def prefetch(self, patterns: Patterns = None) -> Prefetch:
+    def prefetch(self, patterns: Patterns | Mapping[str, object] = None) -> Prefetch:
         """Begin to bring tensors here in the background, in the order in which a model uses them.
 
-        Without patterns, the small files beside the weights (configuration, tokenizer) come first.
+        Without patterns, the small files beside the weights (configuration, tokenizer) come first. A mapping
+        of names to what is written between the brackets of `slice` brings just those parts, in its own order,
+        as one rank of several wants them: ``{"lm_head.weight": np.s_[:16000], …}``.
         """
         self._check_open()
+        if isinstance(patterns, Mapping):
+            parts = ((self.info(name), self.slice(name).ranges(index)) for name, index in patterns.items())
+            blobs = self._opened.blobs
+            return self.source.prefetch([Span(blobs[info.file], part) for info, few in parts for part in few])
         first = opening.companion_spans(self._opened) if patterns is None else []
         infos = as_read(self._infos[name] for name in self.match(patterns))
         return self.source.prefetch([*first, *self._spans(infos)])
@@ -381,18 +387,8 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         return Reader(self._opened.blobs, self._ensure, self._copy, self._copied)
 
     def _ensure(self, spans: Mapping[str, Sequence[ByteRange]], timeout: float | None = None) -> None:
-        """Wait for byte ranges, by file. Those of several files come side by side."""
         self._check_open()
-        blobs = self._opened.blobs
-        if len(spans) > 1:
-            whole = [(blobs[file], part) for file, parts in spans.items() for part in coalesce(parts)]
-            late = [Span(blob, part) for blob, part in whole if not blob.ready(part)]
-            if late:
-                self.source.prefetch(late)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        for file, parts in spans.items():
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            blobs[file].ensure(parts, left)
+        ensure(self.source, self._opened.blobs, spans, timeout)
 
     def _check_open(self) -> None:
         if self._closed:

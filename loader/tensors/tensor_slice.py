@@ -40,14 +40,20 @@ class TensorSlice:
         """Return the dtype as the file spells it, ``"BF16"``."""
         return self._info.dtype
 
+    def ranges(self, index: object) -> list[ByteRange]:
+        """Return the bytes of the file that ``index`` needs.
+
+        Raises
+        ------
+        SliceError
+            The index does not fit the tensor's shape.
+        """
+        return self._in_file(self._plan(_with_masks(index))[0])
+
     def __getitem__(self, index: object) -> torch.Tensor:
         index = _with_masks(index)
-        # On a tensor without memory: does the index fit, and what shape results, before any byte moves.
-        probe = torch.empty(self._shape, dtype=torch.uint8, device="meta")
-        shape = tuple(self._index(probe, index).shape)
-        plan = slices.plan(self._shape, self._dtype.itemsize, index)
-        offset = self._info.offset
-        self._ensure([ByteRange(offset + part.start, offset + part.stop) for part in plan.ranges])
+        plan, shape = self._plan(index)
+        self._ensure(self._in_file(plan))
         if self._info.nbytes == 0:  # torch looks at the numbers in a list only where there is memory
             return self._index(torch.empty(self._shape, dtype=self._dtype, device="cpu"), index)
         if not plan.ranges:
@@ -55,6 +61,16 @@ class TensorSlice:
         if plan.exact and (self._copy or views.is_aligned(self._info)):
             return self._rows(plan.ranges[0], shape)
         return self._gather(plan, index, shape)
+
+    def _plan(self, index: object) -> tuple[slices.SlicePlan, tuple[int, ...]]:
+        # On a tensor without memory: does the index fit, and what shape results, before any byte moves.
+        probe = torch.empty(self._shape, dtype=torch.uint8, device="meta")
+        shape = tuple(self._index(probe, index).shape)
+        return slices.plan(self._shape, self._dtype.itemsize, index), shape
+
+    def _in_file(self, plan: slices.SlicePlan) -> list[ByteRange]:
+        offset = self._info.offset
+        return [ByteRange(offset + part.start, offset + part.stop) for part in plan.ranges]
 
     def _index(self, tensor: torch.Tensor, index: object) -> torch.Tensor:
         """Return ``tensor[index]``, with torch's own verdict on the index."""
