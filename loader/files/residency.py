@@ -114,7 +114,7 @@ class Residency:
         try:
             self._first.start()
         except RuntimeError:  # no thread is to be had
-            self._work()
+            self._lead()
 
     def progress(self) -> Progress:
         """Return how far it has come."""
