@@ -26,10 +26,12 @@ def _field(path: Path, field: str) -> int:
 def mapped_bytes(path: Path) -> int:
     """Return the memory that this process's maps of one file take, private copies of its pages included."""
     found, counts = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        field = line.partition(" ")[0]
-        if not field.endswith(":"):
-            counts = line.endswith(str(path))
-        elif counts and field == "Rss:":
-            found += int(line.split()[1]) * 1024
+    # Line by line: the whole text would be megabytes, which would be measured too.
+    with Path("/proc/self/smaps").open() as lines:
+        for line in lines:
+            field = line.partition(" ")[0]
+            if not field.endswith(":"):
+                counts = line.rstrip("\n").endswith(str(path))
+            elif counts and field == "Rss:":
+                found += int(line.split()[1]) * 1024
     return found
