@@ -31,7 +31,7 @@ _IDLE_LIMIT = 50.0
 """Seconds after which an idle connection is not used again: most servers close it at 60 or more."""
 TICK = 0.5
 """Seconds between looks at whether a waiting transfer was cancelled."""
-_LONG_NAME = 64  # bytes; the codec for host names checks the lengths of longer ones
+_LONG_LABEL = 64  # bytes: no host's name has a label of so many
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -226,7 +226,7 @@ def connect(origin: Origin, settings: Settings, context: ssl.SSLContext | None) 
 def _dial(address: tuple[str, int], *rest: Any) -> socket.socket:
     """Connect as the standard library does, without its codec for host names where plain ASCII will do."""
     host: Any = address[0]
-    if host.isascii() and len(host) < _LONG_NAME:
+    if host.isascii() and all(0 < len(label) < _LONG_LABEL for label in host.split(".")):
         host = host.encode("ascii")
     return socket.create_connection((host, address[1]), *rest)
 
