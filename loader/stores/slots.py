@@ -1,8 +1,9 @@
 """How many connections the process has at a time, over all its stores together.
 
 Each store has a `Share` with a bound of its own, ``Settings.max_connections``; the process's bound is the
-largest of them. A slot is held for one exchange. Whoever holds one never waits for another, and exchanges
-that stall are cut, so waiting for a slot needs no limit of its own.
+largest of them. Slots are given in the order in which they are asked for, as far as shares allow, so that a
+look at a new store does not wait for a whole prefetch. A slot is held for one exchange. Whoever holds one
+never waits for another, and exchanges that stall are cut, so waiting for a slot needs no limit of its own.
 
 Ownership: shares are used by any thread; ``_changed`` guards every count. A forked child begins with no slot
 taken.
@@ -18,6 +19,7 @@ _TICK = 0.5  # seconds between looks at whether a waiting transfer was cancelled
 
 _changed = threading.Condition()
 _total = 0
+_queue: "dict[object, Share]" = {}
 _shares: "weakref.WeakSet[Share]" = weakref.WeakSet()
 
 
@@ -42,13 +44,22 @@ class Share:
         ``waiting`` is called now and then while none is free; what it raises ends the wait.
         """
         global _total  # noqa: PLW0603  the process has one count
-        while True:
+        ticket = object()
+        with _changed:
+            _queue[ticket] = self
+        try:
+            while True:
+                with _changed:
+                    if _changed.wait_for(lambda: self._is_next(ticket), _TICK):
+                        self._taken += 1
+                        _total += 1
+                        return
+                waiting()
+        finally:
             with _changed:
-                if _changed.wait_for(self._free, _TICK):
-                    self._taken += 1
-                    _total += 1
-                    return
-            waiting()
+                _queue.pop(ticket, None)
+                if _queue:
+                    _changed.notify_all()
 
     def give_back(self) -> None:
         """Give a slot back; in a child that was forked meanwhile, there is none to give."""
@@ -77,6 +88,17 @@ class Share:
     def _free(self) -> bool:
         return self._taken < self.most and (_total < self.most or _total < _largest(self.most))
 
+    def _is_next(self, ticket: object) -> bool:
+        """Say whether a slot is free, and nobody who came earlier could take it."""
+        if not self._free():
+            return False
+        for other, share in _queue.items():
+            if other is ticket:
+                break
+            if share._taken < share.most:
+                return False
+        return True
+
     def _forget(self) -> None:
         self._taken = 0
 
@@ -100,6 +122,7 @@ def _renew() -> None:
     global _changed, _total  # noqa: PLW0603  a thread that the child does not have may hold the parent's
     _changed = threading.Condition()
     _total = 0
+    _queue.clear()
     for share in list(_shares):
         share._forget()
 

@@ -147,6 +147,50 @@ def test_a_small_share_is_not_starved_by_a_large_one() -> None:
     small.retire()
 
 
+def test_slots_are_given_in_the_order_in_which_they_are_asked_for() -> None:
+    busy, new = Share(1), Share(1)
+    busy.take(lambda: None)
+    order: list[str] = []
+
+    def look() -> None:
+        with new.one(lambda: None):
+            order.append("new")
+
+    threads = [threading.Thread(target=look)]
+    threads[0].start()
+    while len(slots._queue) < 1:
+        time.sleep(0.001)
+    for number in range(5):  # a prefetch that goes from piece to piece
+        busy.give_back()
+        busy.take(lambda: None)
+        order.append(f"piece {number}")
+    busy.give_back()
+    threads[0].join()
+    assert order[0] == "new"
+    busy.retire()
+    new.retire()
+
+
+def test_a_store_at_its_own_bound_holds_up_no_other() -> None:
+    large, small = Share(4), Share(1)
+    small.take(lambda: None)
+    waiter = threading.Thread(target=small.take, args=(lambda: None,))
+    waiter.start()
+    while not slots._queue:
+        time.sleep(0.001)
+    for _ in range(3):
+        large.take(lambda: None)
+    small.give_back()
+    waiter.join()
+    assert slots.taken() == 4
+    small.give_back()
+    for _ in range(3):
+        large.give_back()
+    assert (slots.taken(), slots._queue) == (0, {})
+    large.retire()
+    small.retire()
+
+
 def test_a_forked_child_has_every_slot(server: FaultyServer, settings: Settings) -> None:
     held = Share(2)
     held.take(lambda: None)
