@@ -55,6 +55,22 @@ def test_brings_what_was_asked_for_and_little_else(tmp_path: Path) -> None:
     source.close()
 
 
+def test_without_threads_it_is_all_there_when_prefetch_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = cold_file(tmp_path, 12 * MIB)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    handle = Residency([Window(LocalBlob(str(path)), ByteRange(0, 12 * MIB))])
+    assert handle.done()
+    assert resident(path) >= 12 * MIB
+    handle.cancel()
+    assert handle.wait(1)
+
+
 def test_one_tensor_from_a_cold_file(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensors = {f"layers.{number}.w": torch.full((MIB,), number, dtype=torch.uint8) for number in range(8)}
