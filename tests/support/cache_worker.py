@@ -177,6 +177,12 @@ def fork_after_open(url: str, folder: Path, cache: Path) -> list[str]:
     return problems + audit(cache, folder)
 
 
+def wait_for_first_block(cache: Path) -> None:
+    """Wait until something has arrived in a cache folder."""
+    while not any(b"\1" in path.read_bytes() for path in cache.glob("blobs/*/map")):
+        time.sleep(0.005)
+
+
 def full_disk(url: str, folder: Path, cache: Path, rounds: int, seed: int) -> list[str]:
     """Take the cache's disk away from it at random moments, while two processes read."""
     rng = random.Random(seed)
@@ -187,7 +193,9 @@ def full_disk(url: str, folder: Path, cache: Path, rounds: int, seed: int) -> li
         own = cache / str(number)
         reading = functools.partial(read_everything, url, folder, settings_for(own))
         readers = [forked(functools.partial(reading, n)) for n in (1, 2)]
-        time.sleep(rng.uniform(0, 0.5))
+        if number % 4:  # every fourth time before anything has come, perhaps
+            wait_for_first_block(own)
+        time.sleep(rng.uniform(0, 0.2))
         with junk.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(4096))
@@ -209,10 +217,10 @@ def read_only_disk(url: str, folder: Path, cache: Path, seed: int) -> list[str]:
         forked(functools.partial(read_everything, url, folder, settings_for(cache), n, ahead=n == 1))
         for n in (1, 2)
     ]
-    while not any(b"\1" in path.read_bytes() for path in cache.glob("blobs/*/map")):
-        time.sleep(0.005)
-    time.sleep(random.Random(seed).uniform(0.0, 0.2))
-    os.sync()  # what was lost on the way to a broken disk is another matter
+    wait_for_first_block(cache)
+    time.sleep(random.Random(seed).uniform(0.0, 0.1))
+    # What was lost on the way to a broken disk is another matter.
+    subprocess.run(["sync", "-f", str(cache)], check=True)
     subprocess.run(mount, check=True)
     statuses = [exit_status(pid) for pid in readers]
     problems = [f"a reader ended with {status}" for status in statuses if status]
