@@ -107,7 +107,7 @@ def test_a_disk_that_fills_up_at_any_moment(kind: str, served: Served, tmp_path:
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_disk_that_becomes_read_only_at_any_moment(seed: int, served: Served, tmp_path: Path) -> None:
     served.hook.pause = 0.2
     disk = tmp_path / "disk"
