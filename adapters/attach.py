@@ -19,7 +19,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -128,16 +128,17 @@ class Attacher:
         """
         if self._gate.owner == threading.get_ident():
             raise AdapterError("apply was called inside apply; leave the first batch before starting another")
-        with self._gate.lock, self._lock:
+        with self._gate.lock, self._lock, ExitStack() as held:
             patches: Mapping[str, _Patch] = {}
             try:
                 self._drop_gone()
                 patches = self._patches(rows)
                 self._gate.enter()
                 for patch in patches.values():
-                    patch.set()
+                    patch.set(held)
                 yield
             finally:
+                held.close()
                 for patch in patches.values():
                     patch.unset()
                 self._gate.leave()
@@ -265,11 +266,14 @@ class _Patch:
         self._own: object = None
         self._forward: Forward = module.forward
 
-    def set(self) -> None:
+    def set(self, held: ExitStack) -> None:
         state = self._module.__dict__
         self._own = state.get("forward")
         self._forward = self._module.forward
         state["forward"] = self
+        during = self._step.during()
+        if during is not None:
+            held.enter_context(during)
 
     def unset(self) -> None:
         state = self._module.__dict__

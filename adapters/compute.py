@@ -226,25 +226,38 @@ class Tokens:
 
 
 class Replaced:
-    """A module with the adapter's parameters in place of its own; it shares everything else."""
+    """A module with the adapter's parameters in place of its own; it shares everything else.
 
-    __slots__ = ("_clone",)
+    Attributes
+    ----------
+    pairs : list of pairs of torch.nn.Module
+        The module and those inside that have parameters themselves, each with its clone.
+    """
 
-    def __init__(self, clone: nn.Module) -> None:
+    __slots__ = ("_clone", "_module", "pairs")
+
+    def __init__(self, clone: nn.Module, module: nn.Module) -> None:
         self._clone = clone
+        self._module = module
+        self.pairs = [
+            (module.get_submodule(name), part) for name, part in clone.named_modules() if part._parameters
+        ]
 
     @classmethod
     def of(cls, update: Replacement, module: nn.Module) -> "Replaced":
         """Put an adapter's parameters in place of a module's."""
         own = dict(module.named_parameters(remove_duplicate=False))
         values = update.parameters.items()
-        return cls(
-            clone_with(module, {name: value.to(own[name].device, own[name].dtype) for name, value in values})
-        )
+        given = {name: value.to(own[name].device, own[name].dtype) for name, value in values}
+        return cls(clone_with(module, given), module)
 
     def parts(self) -> dict[str, "Replaced"]:
         """Return the modules inside that have parameters themselves, by their names inside."""
-        return {name: Replaced(part) for name, part in self._clone.named_modules() if part._parameters}
+        return {
+            name: Replaced(part, self._module.get_submodule(name))
+            for name, part in self._clone.named_modules()
+            if part._parameters
+        }
 
     @property
     def is_layer(self) -> bool:

@@ -74,6 +74,8 @@ def check(modules: Modules, updates: Updates) -> int:
             raise AdapterUnsupportedError(f"the adapter changes {name} twice in the same way")
         for update in some:
             _check_kind(modules, name, module, update)
+            if isinstance(update, TokenRows):
+                _check_shared(modules, name, module, updates)
             total += copy_bytes(update, module)
     return total
 
@@ -148,6 +150,18 @@ def _check_kind(modules: Modules, name: str, module: nn.Module, update: Update) 
         _check_replacement(name, module, update)
     else:
         _check_experts(name, module, update)
+
+
+def _check_shared(modules: Modules, name: str, module: nn.Module, updates: Updates) -> None:
+    """Refuse new rows for only some of the modules that share a weight: answers would be wrong."""
+    weight = module._parameters.get("weight")
+    for other, each in modules.items():
+        shared = weight is not None and each is not module and each._parameters.get("weight") is weight
+        if shared and not any(isinstance(update, TokenRows) for update in updates.get(other, ())):
+            raise AdapterUnsupportedError(
+                f"the adapter changes tokens of {name}, whose weight {other} shares, but the base does not"
+                " say so in its config; save it with a weight of its own for each"
+            )
 
 
 def _check_replacement(name: str, module: nn.Module, update: Replacement) -> None:

@@ -42,6 +42,9 @@ _CACHE = re.compile("cache|cache_params|layer_past|past_.*")
 _BY_POSITION = "relative_attention_bias"
 """What the transformers models that have one call an embedding of distances, which has no rows of a batch."""
 
+_NOT_BY_ROW = re.compile("(XLNet|Longformer|LED|FSMT|RecurrentGemma)[A-Z]")
+"""Classes of transformers models whose layers get tokens before rows, or keep what the last rows had."""
+
 _CROWDED = 2
 """An adapter with this many times the usual number of rows is computed by itself, not in a group."""
 
@@ -78,6 +81,12 @@ def mixed(
     AdapterUnsupportedError
         An adapter changes what only a batch of its own can compute.
     """
+    odd = [name for name in {type(each).__name__ for each in modules.values()} if _NOT_BY_ROW.match(name)]
+    if odd:
+        raise AdapterUnsupportedError(
+            f"the layers of {min(odd)} do not work row by row, so whose rows they get cannot be told in a "
+            "mixed batch; run these adapters in batches of their own"
+        )
     adapters = {key: _in_layers(changes, modules) for key, changes in adapters.items()}
     names = dict.fromkeys(name for changes in adapters.values() for name in changes)
     above = _run_apart(names, adapters, modules)
@@ -135,7 +144,12 @@ class _Planner:
             if root in each or any(name in each for name in inner)
         }
         groups = [
-            Group(key, Uniform(each[root]) if root in each else None, self._own[key])
+            Group(
+                key,
+                Uniform(each[root]) if root in each else None,
+                self._own[key],
+                [r for name in (root, *inner) if name in each for r in Uniform(each[name]).replaced],
+            )
             for key, each in users.items()
         ]
         others = [i for i, row in enumerate(self._rows) if row not in users]

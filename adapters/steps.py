@@ -9,7 +9,8 @@ runs such a module once for each adapter, on that adapter's rows, and `Inside` s
 Used by one thread at a time: whoever holds the pool's forward lock.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from loadstone.adapters.compute import Experts, Linear, Operation, Replaced, combine, lasting
 from loadstone.adapters.rows import Forward, not_by_row, run_apart
 from loadstone.adapters.stacks import Bucket
+from loadstone.adapters.stand import Guard, worn
 from loadstone.errors import AdapterUnsupportedError
 
 
@@ -59,6 +61,10 @@ class Step(Protocol):
         """Return the module's output; ``forward`` is its own forward."""
         ...
 
+    def during(self) -> AbstractContextManager[None] | None:
+        """Return what has to hold for as long as the batch is applied, if anything."""
+        ...
+
 
 class Uniform:
     """Every row has the same adapter."""
@@ -78,6 +84,15 @@ class Uniform:
                 changed = operation(module, x, changed)
             return changed
         return result
+
+    @property
+    def replaced(self) -> list[Replaced]:
+        """What stands in for the module, if anything does."""
+        return [self._substitute] if isinstance(self._substitute, Replaced) else []
+
+    def during(self) -> AbstractContextManager[None] | None:
+        """Let the module have the adapter's parameters."""
+        return worn(self.replaced) if self.replaced else None
 
 
 class Part(Protocol):
@@ -99,9 +114,10 @@ class Run:
 class Mixed:
     """Rows have different adapters."""
 
-    __slots__ = ("_count", "_name", "_parts", "_runs")
+    __slots__ = ("_count", "_guard", "_name", "_parts", "_runs")
 
     def __init__(self, name: str, count: int, runs: Sequence[Run], parts: Sequence[Part]) -> None:
+        self._guard = _guard(name, (run.replacement for run in runs))
         self._name = name
         self._count = count
         self._runs = runs
@@ -109,6 +125,14 @@ class Mixed:
 
     def __call__(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run the module, or for some rows replacements, and then each part on its rows."""
+        with self._guard.opened() if self._guard else nullcontext():
+            return self._run(module, forward, args, kwargs)
+
+    def during(self) -> AbstractContextManager[None] | None:
+        """Keep the parameters of a module that is replaced for some rows from all but itself."""
+        return self._guard.held() if self._guard else None
+
+    def _run(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         if not self._runs or isinstance(module, nn.Embedding):
             rows = _rows(module, _first(args, kwargs))
             if rows != self._count:
@@ -140,41 +164,55 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The rows of one adapter, or (``key`` is ``None``) of all for whom nothing changes in a module."""
+    """The rows of one adapter, or (``key`` is ``None``) of all for whom nothing changes in a module.
+
+    ``replaced`` has what stands in for the module, or for modules inside.
+    """
 
     key: int | None
     step: Step | None
     rows: Tensor
+    replaced: Sequence[Replaced] = ()
 
 
 class Apart:
     """A module is run once for each adapter that changes anything in it."""
 
-    __slots__ = ("_count", "_groups", "_name", "_turn")
+    __slots__ = ("_count", "_groups", "_guard", "_name", "_turn")
 
     def __init__(self, name: str, count: int, turn: Turn, groups: Sequence[Group]) -> None:
         self._name = name
         self._count = count
         self._turn = turn
         self._groups = groups
+        self._guard = _guard(name, (each for group in groups for each in group.replaced))
 
     def __call__(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run the module for each group of rows."""
+        with self._guard.opened() if self._guard else nullcontext():
+            return self._run(module, forward, args, kwargs)
+
+    def during(self) -> AbstractContextManager[None] | None:
+        """Keep what is replaced for some rows from all but the module."""
+        return self._guard.held() if self._guard else None
+
+    def _run(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         calls: list[tuple[Forward, Tensor]] = [
-            (partial(self._run, module, forward, group), group.rows) for group in self._groups
+            (partial(self._run_group, module, forward, group), group.rows) for group in self._groups
         ]
         return run_apart(calls, args, kwargs, count=self._count, name=self._name)
 
-    def _run(
+    def _run_group(
         self, module: nn.Module, forward: Forward, group: Group, *args: object, **kwargs: object
     ) -> object:
         turn = self._turn
         before = turn.is_on, turn.key
         turn.is_on, turn.key = True, group.key
         try:
-            if group.step is None:
-                return forward(*args, **kwargs)
-            return group.step(module, forward, args, kwargs)
+            with worn(group.replaced) if group.replaced else nullcontext():
+                if group.step is None:
+                    return forward(*args, **kwargs)
+                return group.step(module, forward, args, kwargs)
         finally:
             turn.is_on, turn.key = before
 
@@ -199,6 +237,15 @@ class Inside:
         key = self._turn.key
         step = None if key is None else self._steps.get(key)
         return forward(*args, **kwargs) if step is None else step(module, forward, args, kwargs)
+
+    def during(self) -> AbstractContextManager[None] | None:
+        """Return nothing: the module above takes care of it."""
+        return None
+
+
+def _guard(name: str, substitutes: Iterable[object]) -> Guard | None:
+    replaced = [each for each in substitutes if isinstance(each, Replaced)]
+    return Guard(name, replaced) if replaced else None
 
 
 class OwnRows:
