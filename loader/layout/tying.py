@@ -16,10 +16,35 @@ _HEADS = (
     ("transformer.word_embeddings.weight", ("lm_head.weight",)),
     ("word_embeddings.weight", ("lm_head.weight",)),
     ("gpt_neox.embed_in.weight", ("embed_out.weight",)),
+    ("backbone.embeddings.weight", ("lm_head.weight",)),
+    ("biogpt.embed_tokens.weight", ("output_projection.weight",)),
+    ("transformer.w.weight", ("lm_head.weight",)),
+    ("transformer.tokens_embed.weight", ("lm_head.weight",)),
+    ("transformer.embeddings.weight", ("pred_layer.proj.weight",)),
+    ("transformer.word_embedding.weight", ("lm_loss.weight",)),
     ("bert.embeddings.word_embeddings.weight", ("cls.predictions.decoder.weight",)),
     ("roberta.embeddings.word_embeddings.weight", ("lm_head.decoder.weight",)),
 )
-_TIED_BY_DEFAULT = frozenset({"bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "opt", "t5"})
+_TIED_BY_DEFAULT = frozenset(
+    {
+        "biogpt",
+        "bloom",
+        "ctrl",
+        "falcon",
+        "falcon_mamba",
+        "flaubert",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "mamba",
+        "openai-gpt",
+        "opt",
+        "t5",
+        "xlm",
+        "xlnet",
+    }
+)
 _WITH_HEAD = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM")
 
 

@@ -36,6 +36,19 @@ def test_a_silent_config_means_what_its_model_type_means() -> None:
     assert tied({"tie_word_embeddings": "yes"}, LLAMA) == ({}, [])
 
 
+@pytest.mark.parametrize(
+    ("kind", "embedding", "head"),
+    [
+        ("mamba", "backbone.embeddings.weight", "lm_head.weight"),
+        ("biogpt", "biogpt.embed_tokens.weight", "output_projection.weight"),
+        ("xlm", "transformer.embeddings.weight", "pred_layer.proj.weight"),
+    ],
+)
+def test_heads_go_by_many_names(kind: str, embedding: str, head: str) -> None:
+    assert tied({"model_type": kind}, [embedding]) == ({head: embedding}, [])
+    assert tied({"model_type": kind, "tie_word_embeddings": False}, [embedding, head]) == ({}, [])
+
+
 def test_the_language_models_own_setting_counts_in_a_larger_model() -> None:
     name = "language_model.model.embed_tokens.weight"
     config = {"text_config": {"tie_word_embeddings": True}}
