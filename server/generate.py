@@ -22,6 +22,9 @@ from loadstone.errors import BindError, GenerationError
 from loadstone.server.text import Detokenizer, StopScanner, Text
 from loadstone.server.work import AnswerPlan, Finish, Piece, Sampling, TokenLogprob
 
+_KEEPS_STATE = frozenset({"recurrent_gemma"})
+"""Types of models that keep in their modules what an answer has so far, so that answers would mix."""
+
 _COLD = 1e-5
 """Temperatures below take the likeliest token, as in vLLM: divided by less, scores would overflow."""
 
@@ -42,6 +45,11 @@ class Decoder:
             raise BindError(
                 f"{type(model).__name__} cannot be served: it does not generate from a key-value cache; "
                 "serve a decoder-only language model"
+            )
+        if model.config.model_type in _KEEPS_STATE:
+            raise BindError(
+                f"{type(model).__name__} cannot be served: it keeps one answer's state in its layers, where"
+                " the next one would find it; serve another model"
             )
         self.model = model
         self._cache_name = names[0]

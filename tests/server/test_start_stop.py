@@ -20,10 +20,11 @@ import pytest
 from tests.support.folder_server import Traffic
 from tests.support.served_models import reference
 from tests.support.service import check_error
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 from loadstone.errors import BindError, LocationError, NotFoundError, SettingsError
 from loadstone.fileserver import FileServer
+from loadstone.server.generate import Decoder
 from loadstone.server.run import serve
 from loadstone.server.startup import served_name
 from loadstone.settings import Settings
@@ -197,6 +198,14 @@ def test_a_model_that_cannot_generate_is_refused(tmp_path: Path) -> None:
     BertModel(config).save_pretrained(tmp_path)
     with pytest.raises(BindError, match="BertModel cannot be served"):
         _serve(tmp_path)
+
+
+def test_a_model_that_keeps_an_answers_state_in_its_layers_is_refused() -> None:
+    config = RecurrentGemmaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(BindError, match="RecurrentGemmaForCausalLM cannot be served: it keeps"):
+        Decoder(RecurrentGemmaForCausalLM(config))
 
 
 def test_a_missing_or_broken_tokenizer_is_named(base: Path, tmp_path: Path) -> None:
