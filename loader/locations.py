@@ -19,6 +19,7 @@ from loadstone.errors import LocationError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udc7f\udd00-\udfff]")  # and what no file system can spell
+_UNDECODED = re.compile(r"[\udc80-\udcff]")  # as Python reads file names and arguments that are not UTF-8
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _PATH_SAFE = "/~!$&'()*+,;=:@-._"
 """Characters a URL path may hold as they are; the rest is percent-encoded."""
@@ -129,6 +130,8 @@ def parse_location(location: str | os.PathLike[str]) -> Location:
     scheme, rest = match[1].lower(), text[match.end() :]
     if scheme == "file":
         return _file_url(text)
+    if _UNDECODED.search(text):
+        raise LocationError(f"{redact(text)!r} holds bytes that are not UTF-8, which a URL cannot")
     if scheme in ("http", "https"):
         return _web(text)
     if scheme in ("s3", "s3a"):

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import SplitResult, urlsplit
 
-from loadstone.errors import ClosedError, SettingsError
+from loadstone.errors import ClosedError, SettingsError, TransferError
 from loadstone.loader.stores import slots
 from loadstone.loader.stores.backoff import TemporaryError
 from loadstone.loader.stores.connections import (
@@ -185,6 +185,9 @@ class Pool:
             link = self._take(origin, waiting)
             try:
                 response = self._exchange(link, parts, request.headers, waiting)
+            except TransferError:  # an OSError too
+                self.put(link, keep=False)
+                raise
             except (OSError, http.client.HTTPException, ValueError) as error:
                 stale = link.used and not isinstance(error, TimeoutError)
                 self.put(link, keep=False)
@@ -308,9 +311,15 @@ class Pool:
         link.pace.restart()
         link.pace.waiting = waiting
         connection = link.connection
-        connection.putrequest("GET", target, skip_accept_encoding=True, skip_host="Host" in headers)
-        for name, value in {"User-Agent": _AGENT, **link.extra, **headers}.items():
-            connection.putheader(name, value)
+        try:
+            connection.putrequest("GET", target, skip_accept_encoding=True, skip_host="Host" in headers)
+            for name, value in {"User-Agent": _AGENT, **link.extra, **headers}.items():
+                connection.putheader(name, value)
+        except (ValueError, http.client.InvalidURL):
+            raise TransferError(
+                f"a request to {link.origin.host} cannot be sent: its address or a header holds a character "
+                "that HTTP does not allow; check the location and the credentials"
+            ) from None
         connection.endheaders()
         return connection.getresponse()
 

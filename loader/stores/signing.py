@@ -8,6 +8,7 @@ Ownership: an `AwsSession` may be used from many threads; its lock guards buildi
 credentials renew themselves under a lock of their own.
 """
 
+import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -64,6 +65,7 @@ _CLIENT = frozenset(
 _SHARED: dict[tuple[str, str, str], Any] = {}
 _SHARED_LOCK = threading.Lock()
 """Credentials that renew themselves, by profile and files: one walk of the chain serves every store."""
+_REGION = re.compile(r"[\w.-]*", re.ASCII)
 _CONFIG = frozenset({"max_pool_connections", "region_name", "s3", "signature_version"})
 
 
@@ -124,6 +126,8 @@ class AwsSession:
         profile = AwsProfile(options.profile)
         self._files = profile.name, profile.config_file, profile.credentials_file
         self.region = options.region or profile.get("AWS_REGION", "AWS_DEFAULT_REGION", key="region")
+        if not _REGION.fullmatch(self.region):
+            raise unusable(f"{self.region[:40]!r} is no region's name")
         self.endpoint = options.endpoint or _endpoint(profile)
         self.ca_bundle = options.ca_bundle or profile.get("AWS_CA_BUNDLE", key="ca_bundle") or None
         s3 = profile.values.get("s3")
@@ -142,10 +146,14 @@ class AwsSession:
         Raises
         ------
         AccessError
-            The chain promises keys and cannot deliver them (an expired SSO login, a broken profile).
+            The chain promises keys and cannot deliver them (an expired SSO login, a broken profile), or
+            gives something that cannot be sent.
         """
         if self.anonymous:
             return None
+        return _sendable(self._keys())
+
+    def _keys(self) -> Credentials | None:
         if self._options.key:
             return Credentials(self._options.key, self._options.secret, self._options.token or None)
         if self._options.profile is None and (keys := _from_environment()) is not None:
@@ -195,6 +203,16 @@ def _from_environment() -> Credentials | None:
     return Credentials(key, secret, variable("AWS_SESSION_TOKEN") or variable("AWS_SECURITY_TOKEN") or None)
 
 
+def _sendable(keys: Credentials | None) -> Credentials | None:
+    """Refuse keys that no header can carry, such as one that was read from a file with its line's end."""
+    if keys is not None:
+        sent = {"access key": keys.key, "session token": keys.token or ""}
+        for name, text in {**sent, "secret key": keys.secret}.items():
+            if not text.isprintable() or (name in sent and not text.isascii()):
+                raise unusable(f"the {name} holds a line's end or another character that no key has")
+    return keys
+
+
 def _endpoint(profile: AwsProfile) -> str:
     ignored = profile.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", key="ignore_configured_endpoint_urls")
     if ignored.lower() == "true":
@@ -207,12 +225,14 @@ def _endpoint(profile: AwsProfile) -> str:
 
 
 def _ask(question: Callable[[], Any]) -> Any:
-    from botocore.exceptions import BotoCoreError  # noqa: PLC0415
+    from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
 
     try:
         return question()
-    except BotoCoreError as error:
+    except (BotoCoreError, ClientError) as error:
         raise unusable(error) from None
+    except Exception as error:  # noqa: BLE001  keys may come from anybody's program, or from a file that is not there
+        raise unusable(f"its keys cannot be had ({type(error).__name__}: {error})") from None
 
 
 def _mapping(options: Mapping[str, object], name: str, known: frozenset[str] | None) -> Mapping[str, object]:

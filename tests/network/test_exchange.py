@@ -24,7 +24,8 @@ from loadstone.errors import (
 )
 from loadstone.loader.locations import parse_location
 from loadstone.loader.ranges import ByteRange
-from loadstone.loader.stores import exchange
+from loadstone.loader.stores import exchange, slots
+from loadstone.loader.stores.backoff import TemporaryError
 from loadstone.loader.stores.exchange import Pool, Request
 from loadstone.loader.stores.store import OpenGate, Store, Version, open_store
 from loadstone.settings import Settings
@@ -242,6 +243,18 @@ def test_pools_are_forgotten_with_their_stores(server: FaultyServer, settings: S
     del store, pool
     assert len(exchange._POOLS) == before
     assert link() is None  # Its socket went with it, without waiting for the collector.
+
+
+def test_what_http_cannot_carry_is_refused_at_once(server: FaultyServer, settings: Settings) -> None:
+    pool = Pool(settings)
+    for request in (Request(f"{server.url}/m", {"X": "a\nb"}), Request(f"{server.url}/ключ", {})):
+        with pool.get(Request(f"{server.url}/m", {})) as answer:  # leaves a connection to be used again
+            answer.read(len(server.objects["/m"]))
+        with pytest.raises(TransferError, match="cannot be sent") as caught:
+            pool.get(request)
+        assert not isinstance(caught.value, TemporaryError)
+    assert slots.taken() == 0
+    pool.close()
 
 
 def test_a_body_is_received_up_to_the_fault(server: FaultyServer, settings: Settings) -> None:

@@ -115,3 +115,43 @@ def test_without_files_there_is_nothing(files: Path) -> None:
     (files / "keys").unlink()
     profile = AwsProfile(None)
     assert (profile.get(key="region"), dict(profile.values), dict(profile.service("s3"))) == ("", {}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("AWS_ACCESS_KEY_ID", "E\n", "access key"),
+        ("AWS_ACCESS_KEY_ID", "ключ", "access key"),
+        ("AWS_SECRET_ACCESS_KEY", "S\n", "secret key"),
+        ("AWS_SECRET_ACCESS_KEY", "S\udcff", "secret key"),
+        ("AWS_SESSION_TOKEN", "T\n", "session token"),
+        ("AWS_REGION", "us east\n1", "region"),
+        ("AWS_REGION", "x/y", "region"),
+    ],
+)
+@pytest.mark.usefixtures("files")
+def test_what_cannot_be_sent_is_named(
+    name: str, value: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "E")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "ES")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(AccessError, match=named) as caught:
+        AwsSession(S3Options()).credentials()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "credential_process = /nonexistent/program",
+        "credential_process = echo no keys",
+        "credential_process = echo []",
+        "role_arn = arn:aws:iam::1:role/x\nweb_identity_token_file = /nonexistent/token",
+    ],
+)
+def test_a_source_of_keys_that_fails_is_named(text: str, files: Path) -> None:
+    (files / "config").write_text(f"[default]\nregion = eu-west-1\n{text}\n")
+    (files / "keys").unlink()
+    with pytest.raises(AccessError, match="keys cannot be had"):
+        AwsSession(S3Options()).credentials()
