@@ -120,3 +120,22 @@ def test_without_a_cache_folder_the_command_inherits_the_memory(checkpoint: Path
         assert (done.returncode, done.stderr) == (0, "")
         assert int(done.stdout) > 0
         assert link.bytes_sent <= stored
+
+
+def test_a_terminals_interrupt_reaches_the_command_once(checkpoint: Path, tmp_path: Path) -> None:
+    code = "import signal, time; signal.signal(signal.SIGINT, lambda *_: print('got it', flush=True))\n"
+    code += "print('ready', flush=True); time.sleep(60)"
+    command = [sys.executable, "-m", "loadstone", "run", str(checkpoint), "--cache", str(tmp_path / "c")]
+    redirected = ["sh", "-c", 'exec "$@" </dev/null', "sh", *command, "--", sys.executable, "-c", code]
+    terminal = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", *redirected]
+    child = subprocess.Popen(terminal, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    seen = [child.stdout.readline()]
+    for _ in range(8):
+        child.stdin.write(b"\x03")
+        child.stdin.flush()
+        seen.append(child.stdout.readline())
+        time.sleep(0.2)
+    rest, _ = child.communicate(b"\x1c", timeout=60)
+    assert b"".join([*seen, rest]).count(b"got it") == 8

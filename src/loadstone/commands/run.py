@@ -100,10 +100,17 @@ class _Signals:
 
 
 def _in_foreground() -> bool:
+    """Say whether the terminal's own signals come here, wherever standard input comes from."""
     try:
-        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    except (OSError, ValueError):
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
         return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 def _wait(child: "subprocess.Popen[bytes]") -> int:
