@@ -190,6 +190,8 @@ class Attacher:
                     {uid: each.low_rank for uid, each in members.items()},
                     lambda nbytes: self._make_room(nbytes, members.keys()),
                 )
+            if self._stacks.trim():
+                self._plans.clear()  # a plan would keep the stack that it was made with, uncounted
         changes = {uid: each.changes for uid, each in members.items()}
         return plan.mixed(key, changes, stack, self._device, self._modules)
 

@@ -159,8 +159,13 @@ class Stacks:
                 stack.add(member, operations)
             self._stacks.remove(stack)
             self._stacks.append(stack)
-        del self._stacks[:-MOST_STACKS]
         return stack
+
+    def trim(self) -> bool:
+        """Drop the least recently used stacks beyond `MOST_STACKS`; say whether there were any."""
+        spare = self._stacks[:-MOST_STACKS]
+        del self._stacks[:-MOST_STACKS]
+        return bool(spare)
 
     def hold(self, member: int) -> bool:
         """Say whether any stack holds ``member``."""

@@ -1,5 +1,6 @@
 """Tiers and their budgets: registered, mapped, attached."""
 
+import gc
 import time
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from tests.support.plain_adapters import FILE_BYTES, Base, Reads, answer, inputs, pool_over, run, write
 
+from loadstone.adapters.stacks import MOST_STACKS, Bucket
 from loadstone.adapters.versions import State
 from loadstone.errors import AdapterBusyError, AdapterNotFoundError
 from loadstone.settings import Settings
@@ -112,6 +114,19 @@ def test_stacks_are_counted_and_given_up_before_the_budget_is(root: Path) -> Non
     with pool_over(model, root, settings=small(4)) as pool:  # no room for a stack: each by itself
         torch.testing.assert_close(run(pool, model, names, x), expected)
         assert pool.attached_bytes == 3 * FILE_BYTES
+
+
+def test_stacks_that_are_no_longer_counted_are_gone(tmp_path: Path) -> None:
+    def live() -> int:
+        return sum(each.nbytes for each in gc.get_objects() if type(each) is Bucket)
+
+    names = [write(tmp_path, f"m{number}", number).name for number in range(9 * MOST_STACKS)]
+    before = live()
+    with pool_over(model := Base(), tmp_path, settings=small(1000)) as pool:
+        for start in range(0, len(names), 3):
+            run(pool, model, list(names[start : start + 3]), inputs(3))
+            assert live() - before == pool.attached_bytes - (start + 3) * FILE_BYTES
+    assert live() == before
 
 
 def test_names_are_bounded(root: Path) -> None:
