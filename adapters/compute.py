@@ -51,7 +51,7 @@ def copy_bytes(update: Update, module: nn.Module) -> int:
     if isinstance(update, ExpertsLowRank):
         return 0  # what it needs lives for one call
     if isinstance(update, Replacement):
-        own = dict(module.named_parameters(remove_duplicate=False))
+        own = tensors_of(module)
         pairs = [(tensor, own[name].device, own[name].dtype) for name, tensor in update.parameters.items()]
         return _converted(pairs)
     if isinstance(update, TokenRows):
@@ -78,6 +78,14 @@ def weight_of(module: nn.Module) -> Tensor:
         assert isinstance(other, Tensor)
         return other
     return weight
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters and buffers, by their names inside it."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -231,7 +239,7 @@ class Replaced:
     Attributes
     ----------
     pairs : list of pairs of torch.nn.Module
-        The module and those inside that have parameters themselves, each with its clone.
+        The module and those inside that have parameters or buffers themselves, each with its clone.
     """
 
     __slots__ = ("_clone", "_module", "pairs")
@@ -240,13 +248,15 @@ class Replaced:
         self._clone = clone
         self._module = module
         self.pairs = [
-            (module.get_submodule(name), part) for name, part in clone.named_modules() if part._parameters
+            (module.get_submodule(name), part)
+            for name, part in clone.named_modules()
+            if part._parameters or part._buffers
         ]
 
     @classmethod
     def of(cls, update: Replacement, module: nn.Module) -> "Replaced":
         """Put an adapter's parameters in place of a module's."""
-        own = dict(module.named_parameters(remove_duplicate=False))
+        own = tensors_of(module)
         values = update.parameters.items()
         given = {name: value.to(own[name].device, own[name].dtype) for name, value in values}
         return cls(clone_with(module, given), module)
@@ -307,9 +317,9 @@ def _add_experts(base: Tensor, update: ExpertsLowRank) -> Tensor:
 
 
 def clone_with(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """Return a shallow copy of ``module`` that has ``tensors`` for its parameters of those (dotted) names.
+    """Return a shallow copy of ``module`` with ``tensors`` for what has those (dotted) names inside it.
 
-    Nothing is copied but the objects that lead to those parameters; ``module`` itself is not changed.
+    Nothing is copied but the objects that lead to them; ``module`` itself is not changed.
     """
     clone = module.__class__.__new__(module.__class__)
     clone.__dict__.update(module.__dict__)
@@ -317,6 +327,8 @@ def clone_with(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         "forward", None
     )  # one set on the instance would compute with the original's parameters
     clone.__dict__["_parameters"] = dict(module._parameters)
+    if not module._buffers.keys().isdisjoint(tensors):
+        clone.__dict__["_buffers"] = dict(module._buffers)
     clone.__dict__["_modules"] = dict(module._modules)
     inner: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -324,7 +336,7 @@ def clone_with(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         if rest:
             inner.setdefault(head, {})[rest] = tensor
         else:
-            clone.__dict__["_parameters"][head] = tensor
+            clone.__dict__["_buffers" if head in module._buffers else "_parameters"][head] = tensor
     for head, below in inner.items():
         child = module._modules[head]
         assert child is not None

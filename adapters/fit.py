@@ -18,6 +18,7 @@ from loadstone.adapters.compute import (
     Tokens,
     copy_bytes,
     is_transposed,
+    tensors_of,
     weight_of,
 )
 from loadstone.adapters.steps import Change, Changes
@@ -165,9 +166,10 @@ def _check_shared(modules: Modules, name: str, module: nn.Module, updates: Updat
 
 
 def _check_replacement(name: str, module: nn.Module, update: Replacement) -> None:
-    own = dict(module.named_parameters(remove_duplicate=False))
-    if own.keys() != update.parameters.keys():
-        odd = min(own.keys() ^ update.parameters.keys())
+    own, given = tensors_of(module), update.parameters.keys()
+    needed = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    if not needed <= given <= own.keys():
+        odd = min((needed - given) | (given - own.keys()))
         raise AdapterBaseError(
             f"the adapter replaces {name}, but only one of the two has {odd}; it was made for another base"
         )

@@ -5,8 +5,8 @@ While the rows of one adapter are computed, such a read must find that adapter's
 rows of several are, there is no right answer: the read gets a tensor that has a dtype and a shape, and that
 refuses to be computed with (`Guard`).
 
-Only a module's table of parameters is exchanged, for the time of one batch; no tensor is written. Used by
-whoever holds the pool's forward lock.
+Only a module's tables of parameters and buffers are exchanged, for the time of one batch; no tensor is
+written. Used by whoever holds the pool's forward lock.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from loadstone.adapters.compute import Replaced
 from loadstone.errors import AdapterUnsupportedError
 
-_Table = dict[str, Parameter | None]
+_Table = dict[str, Any]
+
+_KINDS = ("_parameters", "_buffers")
+"""Where `torch.nn.Module` keeps tensors."""
 
 _FACTS = frozenset(
     {"device", "dim", "dtype", "is_cuda", "is_floating_point", "ndim", "requires_grad", "shape", "size"}
@@ -32,7 +34,7 @@ _FACTS = frozenset(
 def worn(replaced: Iterable[Replaced]) -> Iterator[None]:
     """Let modules have an adapter's parameters."""
     pairs = [pair for each in replaced for pair in each.pairs]
-    with _exchanged([(module, clone._parameters) for module, clone in pairs]):
+    with _exchanged([(module, kind, clone.__dict__[kind]) for module, clone in pairs for kind in _KINDS]):
         yield
 
 
@@ -47,18 +49,25 @@ class Guard:
         What is guarded, for messages.
     """
 
-    __slots__ = ("_modules", "is_open", "name")
+    __slots__ = ("_tables", "is_open", "name")
 
     def __init__(self, name: str, replaced: Iterable[Replaced]) -> None:
         self.name = name
         self.is_open = False
-        self._modules = list(dict.fromkeys(module for each in replaced for module, _ in each.pairs))
+        pairs = [pair for each in replaced for pair in each.pairs]
+        self._tables = dict.fromkeys(
+            (module, kind)
+            for module, clone in pairs
+            for kind in _KINDS
+            if clone.__dict__[kind] is not module.__dict__[kind]
+        )
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Guard them."""
         self.is_open = False
-        with _exchanged([(module, _Guarded(module._parameters, self)) for module in self._modules]):
+        guarded = [(module, kind, _Guarded(module.__dict__[kind], self)) for module, kind in self._tables]
+        with _exchanged(guarded):
             yield
 
     @contextmanager
@@ -72,13 +81,12 @@ class Guard:
 
 
 class _Guarded(_Table):
-    """A module's parameters; `torch.nn.Module` looks one up here when it is read as an attribute."""
+    """A module's parameters or buffers; `torch.nn.Module` looks here for what is read as an attribute."""
 
     def __init__(self, own: _Table, guard: Guard) -> None:
         super().__init__(own)
         self._guard = guard
 
-    # The table is one of tensors that may be other than parameters, as a module's is once it is cloned.
     def __getitem__(self, name: str) -> Any:
         own = super().__getitem__(name)
         return own if own is None or self._guard.is_open else _Unread.of(own, name, self._guard.name)
@@ -117,13 +125,13 @@ class _Unread(Tensor):
 
 
 @contextmanager
-def _exchanged(tables: Iterable[tuple[nn.Module, _Table]]) -> Iterator[None]:
-    before: list[tuple[nn.Module, _Table]] = []
+def _exchanged(tables: Iterable[tuple[nn.Module, str, _Table]]) -> Iterator[None]:
+    before: list[tuple[nn.Module, str, _Table]] = []
     try:
-        for module, table in tables:
-            before.append((module, module._parameters))
-            module.__dict__["_parameters"] = table
+        for module, kind, table in tables:
+            before.append((module, kind, module.__dict__[kind]))
+            module.__dict__[kind] = table
         yield
     finally:
-        for module, own in reversed(before):
-            module.__dict__["_parameters"] = own
+        for module, kind, own in reversed(before):
+            module.__dict__[kind] = own

@@ -90,7 +90,8 @@ class Replacement:
     Attributes
     ----------
     parameters : Mapping[str, torch.Tensor]
-        Every parameter of the module, by its name inside it: ``weight``, ``bias``, ``dense.weight``.
+        Every parameter of the module, and every buffer that is stored with it, by its name inside it:
+        ``weight``, ``bias``, ``dense.weight``.
     """
 
     parameters: Mapping[str, torch.Tensor]

@@ -6,10 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.support.adapter_zoo import applied, build_zoo, some_ids
 from tests.support.peft_adapters import VOCABULARY
 from torch import Tensor, nn
-from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel, XLNetConfig, XLNetLMHeadModel
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
 
 from loadstone.adapters import fit
 from loadstone.adapters.attach import Attacher
@@ -133,6 +142,31 @@ def mamba() -> PreTrainedModel:
     return _ready(MambaForCausalLM(MambaConfig(**SMALL, num_hidden_layers=1, hidden_size=16, state_size=4)))
 
 
+def deepseek() -> PreTrainedModel:
+    """Make a small DeepSeek, whose router has a buffer that the module around it reads."""
+    torch.manual_seed(1)
+    config = DeepseekV3Config(
+        **SMALL,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=4,
+        first_k_dense_replace=0,
+    )
+    return _ready(DeepseekV3ForCausalLM(config))
+
+
 def xlnet() -> PreTrainedModel:
     """Make a small XLNet, whose layers get tokens first and rows second."""
     torch.manual_seed(1)
@@ -167,6 +201,24 @@ def test_a_mambas_own_convolution_and_its_tied_head_are_as_in_peft(tmp_path: Pat
             torch.testing.assert_close(applied(pool, model, [name] * 2, ids), zoo.answer(name, ids))
         got = applied(pool, model, ["tokens", "head"], ids)
     torch.testing.assert_close(got, torch.stack([zoo.answer("tokens", ids)[0], zoo.answer("head", ids)[1]]))
+
+
+def test_a_routers_buffer_is_saved_and_used_with_it(tmp_path: Path) -> None:
+    configs = {"own": {"target_modules": ["o_proj"], "modules_to_save": ["gate"]}}
+    zoo = build_zoo(tmp_path, deepseek, configs)
+    file = tmp_path / "root" / "own" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(each for each in tensors if each.endswith("gate.e_score_correction_bias"))
+    save_file({**tensors, name: torch.tensor([9.0, 0.0, -9.0, 0.0])}, file, metadata={"format": "pt"})
+    model, ids = zoo.make(), some_ids(3)
+    with zoo.pool(model) as pool:
+        got = applied(pool, model, ["own"] * 3, ids)
+        mixed = applied(pool, model, ["own", None, "own"], ids)
+    torch.testing.assert_close(got, zoo.answer("own", ids))
+    torch.testing.assert_close(mixed, torch.stack([got[0], zoo.answer(None, ids)[1], got[2]]))
+    save_file(tensors, file, metadata={"format": "pt"})
+    with zoo.pool(model) as pool:
+        assert not torch.allclose(applied(pool, model, ["own"] * 3, ids), got)
 
 
 @pytest.mark.parametrize("tokens", [2, 5])
