@@ -239,7 +239,7 @@ class Fetcher:
             except StoppedError as stop:
                 done = not isinstance(stop, YieldedError)
             except LoadstoneError as problem:
-                error = problem
+                error = problem.with_traceback(None)  # which would lead back here
             except Exception as problem:  # noqa: BLE001  a thread's failure must reach those who wait for it
                 error = TransferError(
                     f"{piece.blob.stored.name}: fetching failed unexpectedly: {problem!r}; try again"

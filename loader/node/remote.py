@@ -243,6 +243,9 @@ class RemoteSource:
             handle.cancel()
         for blob in blobs:
             blob.close()
+        with self._lock:  # they know this source: without the cycle, memory comes back at once
+            self._blobs.clear()
+            self._handles.clear()
         fetchers.release(self.fetcher)
 
     def reset_in_child(self) -> None:
@@ -268,7 +271,7 @@ class RemoteSource:
             try:
                 found[name] = self._open_one(name)
             except LoadstoneError as error:
-                found[name] = error
+                found[name] = error.with_traceback(None)  # it would lead back to ``found``
             except Exception as error:  # noqa: BLE001  one object's failure must not hide the others
                 found[name] = TransferError(
                     f"{self.name.rstrip('/')}/{name}: opening failed unexpectedly: {error!r}"

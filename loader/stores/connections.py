@@ -78,7 +78,11 @@ class Stopped(BaseException):
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
-        self.error = error
+        self._errors = [error]
+
+    def take(self) -> BaseException:
+        """Return what was raised, once: errors that know each other keep all that they passed in memory."""
+        return self._errors.pop()
 
 
 def nothing() -> None:

@@ -96,7 +96,7 @@ class Answer:
             while filled < len(view) and not self._ended:
                 filled += self._some(view[filled:])
         except Stopped as stop:
-            raise stop.error from None
+            raise stop.take() from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.fault = translate(error, self._link)
         return filled
@@ -196,7 +196,7 @@ class Pool:
                 raise translate(error, link) from None
             except Stopped as stop:
                 self.put(link, keep=False)
-                raise stop.error from None
+                raise stop.take() from None
             except BaseException:
                 self.put(link, keep=False)
                 raise

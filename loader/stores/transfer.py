@@ -91,7 +91,7 @@ class HttpTransport:
                             raise _resized(obj.name, at, size_hint)
                         return Version(strong_tag(answer.headers), at if size is None else size)
             except TemporaryError as error:
-                fault = error
+                fault = error.with_traceback(None)  # which would lead back here
             work.failed(fault)
 
     def read(self, obj: RemoteObject, limit: int, gate: Gate) -> bytes:
@@ -198,7 +198,7 @@ class HttpTransport:
                         at = reached
                     fault = answer.fault
             except TemporaryError as error:
-                fault = error
+                fault = error.with_traceback(None)  # which would lead back here
             if at < span.stop and (fault is not None or at - begun < MIN_PROGRESS):
                 work.failed(fault or TemporaryError(f"{obj.name}: an answer ended after {at - begun} bytes"))
 

@@ -1,6 +1,9 @@
 """Checkpoints in stores: the same tensors, and no byte more than needed."""
 
+import gc
 import hashlib
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,25 @@ def bert(traffic: Traffic) -> Iterator[str]:
 def reference() -> Iterator[Any]:
     with safe_open(minilm() / "model.safetensors", "pt") as file:
         yield file
+
+
+def test_what_was_closed_is_gone_at_once(bert: str, settings: Settings) -> None:
+    gc.collect()
+    gc.disable()  # memory of the size of a model must not wait for a collection
+    try:
+        ckpt = loadstone.open(bert, settings=settings, cache=None)
+        ckpt.prefetch().wait()
+        assert ckpt.config()
+        source = weakref.ref(ckpt.source)
+        ckpt.close()
+        del ckpt
+        for _ in range(100):  # a thread of the fetcher may be on its last step
+            if source() is None:
+                break
+            time.sleep(0.02)
+        assert source() is None
+    finally:
+        gc.enable()
 
 
 def test_web_folder_equals_safetensors(bert: str, settings: Settings, reference: Any) -> None:
