@@ -1,10 +1,10 @@
 """Applies adapters over a shared base, for as long as one batch runs.
 
 Outside `Attacher.apply` the model is untouched: no hook, no wrapper, no changed parameter. Inside, each
-module that the batch's adapters change has its ``forward`` set on the instance, and taken away again
-whatever happens. The model must be run by the thread that entered `apply`: a call by another thread at that
-time fails, because whether it is part of the batch cannot be known, and either guess could be a wrong
-answer.
+module that the batch's adapters change has its ``forward`` set on the instance, and one that they replace has
+its parameters exchanged (`stand`); both are taken back whatever happens. The model must be run by the thread
+that entered `apply`: a call by another thread at that time fails, because whether it is part of the batch
+cannot be known, and either guess could be a wrong answer.
 
 Concurrency: two locks are held from entering `apply` to leaving it, by the thread that runs the model. The
 one of the model's `_Gate`, taken first, serialises apply and forward, for all attachers of a model together.

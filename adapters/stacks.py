@@ -122,6 +122,24 @@ class Stack:
         self.members.add(member)
         self._count()
 
+    def growth(self, adapters: Iterable[Operations]) -> int:
+        """Return how many bytes appending these adapters takes, room to grow included."""
+        sizes: dict[tuple[str, BucketKey], tuple[int, int]] = {}
+        for module, operation in (pair for each in adapters for pair in each.items()):
+            key = BucketKey.of(operation)
+            count, _ = sizes.get((module, key), (0, 0))
+            sizes[module, key] = count + 1, operation.nbytes
+        total = 0
+        for (module, key), (count, nbytes) in sizes.items():
+            bucket = self._buckets.get(module, {}).get(key)
+            before = 0 if bucket is None else len(bucket.a)
+            wanted = count if bucket is None else len(bucket.slots) + count
+            capacity = before or 1
+            while capacity < wanted:
+                capacity *= 2
+            total += (capacity - before) * nbytes
+        return total
+
     def bucket(self, module: str, operation: Linear) -> Bucket:
         """Return the bucket that holds ``operation`` of ``module``."""
         return self._buckets[module][BucketKey.of(operation)]
@@ -148,17 +166,18 @@ class Stacks:
         ``make_room(nbytes)`` says whether that many more bytes may be used; when not, there is no stack.
         """
         stack = self._suitable(set(members))
-        missing = {m: ops for m, ops in members.items() if stack is None or m not in stack.members}
-        if missing and not make_room(_size(missing.values())):
-            return None
-        if stack is None or stack not in self._stacks:  # making room may have dropped it
-            stack = Stack(members)
-            self._stacks.append(stack)
-        else:
+        held = set() if stack is None else stack.members
+        missing = {member: operations for member, operations in members.items() if member not in held}
+        grows = stack is not None and (not missing or make_room(stack.growth(missing.values())))
+        if stack is not None and grows and stack in self._stacks:  # making room may have dropped it
             for member, operations in missing.items():
                 stack.add(member, operations)
             self._stacks.remove(stack)
-            self._stacks.append(stack)
+        elif make_room(_size(members.values())):
+            stack = Stack(members)
+        else:
+            return None
+        self._stacks.append(stack)
         return stack
 
     def trim(self) -> bool:

@@ -116,6 +116,17 @@ def test_stacks_are_counted_and_given_up_before_the_budget_is(root: Path) -> Non
         assert pool.attached_bytes == 3 * FILE_BYTES
 
 
+@pytest.mark.parametrize("limit", [8, 9, 12, 14, 20])
+def test_stacks_that_grow_stay_inside_the_budget(tmp_path: Path, limit: int) -> None:
+    names = [write(tmp_path, f"m{number}", number).name for number in range(8)]
+    model, x = Base(), inputs(len(names))
+    with pool_over(model, tmp_path, settings=small(limit)) as pool:
+        for count in range(3, len(names) + 1):
+            got = run(pool, model, list(names[:count]), x[:count])
+            torch.testing.assert_close(got[-1], answer(model, tmp_path / names[count - 1], x)[count - 1])
+            assert pool.attached_bytes <= limit * FILE_BYTES
+
+
 def test_stacks_that_are_no_longer_counted_are_gone(tmp_path: Path) -> None:
     def live() -> int:
         return sum(each.nbytes for each in gc.get_objects() if type(each) is Bucket)
