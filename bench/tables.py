@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loadstone.bench.schema import Report
-from loadstone.display import human_bytes, human_seconds
+from loadstone.display import counted, human_bytes, human_seconds
 
 _WIDTH = 160  # columns of a table that goes to a file or a pipe
 _BORDERS = 3  # columns that a cell takes beside its text
@@ -58,7 +58,7 @@ def _tables(report: Report, work: str, width: int) -> list[Table]:
         for figure in report.figures(work)
     ]
     room = width - max(map(len, ways)) - _BORDERS - 1
-    title = f"{work or report.benchmark}: medians of {_runs(report, work)} runs"
+    title = f"{work or report.benchmark}: medians of {counted(_runs(report, work), 'run')}"
     starts = _cuts([_natural_width(column) for column in columns], room)
     return [
         _table(title if start == 0 else None, ways, columns[start:stop]) for start, stop in pairwise(starts)

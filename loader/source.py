@@ -175,6 +175,10 @@ class Source(Protocol):
         """Wait until what is complete would survive a power cut; ``False`` when ``timeout`` passed first."""
         ...
 
+    def passing(self) -> str:
+        """Say why what is brought here goes with this process; empty when other processes find it too."""
+        ...
+
     def close(self) -> None:
         """Stop every prefetch and close every blob."""
         ...

@@ -49,9 +49,12 @@ class NodeCache:
     ----------
     settings : Settings
         ``cache_path`` and ``cache_bytes`` matter here.
+    warn : bool
+        Write a warning when the folder cannot be used; `problem` says why in any case.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, warn: bool = True) -> None:
+        self._warn = warn
         self._settings = settings
         self._sealer = Sealer()
         self._lock = threading.Lock()
@@ -89,10 +92,17 @@ class NodeCache:
             reason = str(error)
         if reason is not None:
             self.problem = f"the node cache {path} is not used: {reason}; fetched bytes stay in memory"
-            warn_once(self.problem)
+            if self._warn:
+                warn_once(self.problem)
             return
         self.folder = path
         self._sweep()
+
+    @property
+    def shared(self) -> bool:
+        """Say whether other processes find what is kept: in the folder, or in memory that they inherit."""
+        inherited = self._settings.cache_dir.startswith(PREFIX) and not self.problem
+        return self.folder is not None or inherited
 
     def blob(self, name: str, identity: str, version: Version, first: bytes = b"") -> StoredBlob:
         """Return the blob of one version of an object, made if need be.

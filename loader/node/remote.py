@@ -229,6 +229,16 @@ class RemoteSource:
         """Wait until complete blobs are sealed; ``False`` when ``timeout`` seconds went by first."""
         return self.cache.settle(timeout)
 
+    def passing(self) -> str:
+        """Say why its bytes go with this process; see `source.Source.passing`."""
+        with self._lock:
+            blobs = [blob for blob in self._blobs.values() if blob.size and not blob.closed]
+        if any(isinstance(blob.stored, WholeBlob) for blob in blobs):
+            return "the store gives no strong ETag that would tell versions apart"
+        if not self.cache.shared:
+            return "the node cache is not used"
+        return "" if all(blob.stored.place for blob in blobs) else "the node cache took not all of it"
+
     def close(self) -> None:
         """Stop every prefetch and close every blob."""
         with self._lock:

@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         hint = "; write -- before the command" if running and not command else ""
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if running and not command:
+        args.parser.error("no command given; write: loadstone run LOCATION -- CMD…")
     if command and not running:
         args.parser.error("only `loadstone run LOCATION -- CMD…` takes words after --")
     warnings.showwarning = _show_warning
@@ -121,6 +123,14 @@ def _port(text: str) -> int:
     return number
 
 
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is too few; use 1 or more")
+    return number
+
+
+_count.__name__ = "number"
 _port.__name__ = "port"  # argparse says it when the text is no number
 
 
@@ -272,7 +282,7 @@ def _add_measuring(commands: "_Commands[argparse.ArgumentParser]") -> None:
         parser.add_argument("--keep", action="store_true", help="leave the inputs there, to be used again")
     for parser in (cold, loader, transfer, adapters):
         parser.add_argument(
-            "--runs", type=int, default=3, help="runs of each way, interleaved (default: %(default)s)"
+            "--runs", type=_count, default=3, help="runs of each way, interleaved (default: %(default)s)"
         )
         parser.add_argument(
             "--out", metavar="FILE", help="write the results as JSON here, not to bench/results"

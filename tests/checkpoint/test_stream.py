@@ -141,6 +141,9 @@ class LateSource:
     def settle(self, timeout: float | None = None) -> bool:
         return self._real.settle(timeout)
 
+    def passing(self) -> str:
+        return self._real.passing()
+
     def close(self) -> None:
         self._real.close()
 

@@ -4,6 +4,10 @@ import json
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -58,6 +62,7 @@ def test_inspect_json_describes_every_tensor(checkpoint: Path, capsys: pytest.Ca
         (["inspect", "gopher://x/y"], "gopher"),
         (["adapters", "list", "--url", "http://127.0.0.1:9"], "no service answers"),
         (["cache", "trim", "much"], "'much' is not a size"),
+        (["cache", "list", "--cache", "/dev/null/x"], "the node cache /dev/null/x is not used"),
         (["cache", "remove", "s3://nothing/here"], "nothing of s3://nothing/here is cached"),
     ],
 )
@@ -91,6 +96,8 @@ def test_wrong_usage_is_exit_status_2(capsys: pytest.CaptureFixture[str]) -> Non
         (["run", "x", "ls", "-l"], "loadstone run", "write -- before the command"),
         (["inspect", "x", "--", "ls"], "loadstone inspect", "takes words after --"),
         (["serve", "x", "--port", "99999"], "loadstone serve", "99999 is not a port; use 0 to 65535"),
+        (["run", "x"], "loadstone run", "no command given; write: loadstone run LOCATION -- CMD"),
+        (["bench", "cold-start", "x", "--runs", "0"], "loadstone bench cold-start", "use 1 or more"),
         (["demo", "--port", "http"], "loadstone demo", "invalid port value: 'http'"),
     ],
 )
@@ -197,6 +204,35 @@ def test_prefetch_then_list_status_trim(
     assert main(["cache", "trim", "0", *cache]) == 0
     assert main(["cache", "list", *cache, "--json"]) == 0
     assert json.loads(capsys.readouterr().out.split("object", 1)[-1].split("\n", 1)[1])["entries"] == []
+
+
+@pytest.fixture
+def plain_server(checkpoint: Path) -> Iterator[str]:
+    """Serve the checkpoint as Python's own server does: no ranges, no ETags."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(checkpoint))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+
+
+def test_prefetch_says_when_nothing_is_kept(
+    tmp_path: Path, plain_server: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = ["--cache", str(tmp_path / "cache")]
+    warning = " is not kept for other processes: "
+    assert main(["prefetch", plain_server, *cache]) == 0
+    assert f"{warning}the store gives no strong ETag" in capsys.readouterr().err
+    with FileServer(checkpoint) as server:
+        assert main(["prefetch", server.url, "--cache", "none"]) == 0
+        assert f"{warning}the node cache is not used" in capsys.readouterr().err
+        for where, kept in ((cache, True), (["--cache", "none"], False)):
+            assert main(["prefetch", server.url, "--json", *where]) == 0
+            told = capsys.readouterr()
+            assert json.loads(told.out.splitlines()[-1])["kept"] is kept
+            assert (warning in told.err) is not kept
 
 
 def test_prefetch_json_ends_with_a_done_event(

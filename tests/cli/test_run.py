@@ -3,7 +3,10 @@
 import signal
 import subprocess
 import sys
+import threading
 import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -96,7 +99,7 @@ def test_a_command_that_cannot_be_executed_is_one_line(
 def test_nothing_after_the_dashes_is_said(checkpoint: Path, tmp_path: Path) -> None:
     child = _run(str(checkpoint), tmp_path / "c")
     _, err = child.communicate(timeout=60)
-    assert child.returncode == 1
+    assert child.returncode == 2
     assert "write: loadstone run LOCATION -- CMD" in err
 
 
@@ -120,6 +123,19 @@ def test_without_a_cache_folder_the_command_inherits_the_memory(checkpoint: Path
         assert (done.returncode, done.stderr) == (0, "")
         assert int(done.stdout) > 0
         assert link.bytes_sent <= stored
+
+
+def test_without_versions_the_command_fetches_alone(checkpoint: Path, tmp_path: Path) -> None:
+    handler = partial(SimpleHTTPRequestHandler, directory=str(checkpoint))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        location = f"http://127.0.0.1:{server.server_address[1]}"
+        child = _run(location, tmp_path / "c", "sleep", "2")
+        _, err = child.communicate(timeout=60)
+        server.shutdown()
+    assert child.returncode == 0
+    assert err.startswith("warning: CMD fetches alone: the store gives no strong ETag")
+    assert err.count("\n") == 1
 
 
 def test_a_terminals_interrupt_reaches_the_command_once(checkpoint: Path, tmp_path: Path) -> None:

@@ -151,6 +151,9 @@ class GatedSource:
     def settle(self, timeout: float | None = None) -> bool:
         return True
 
+    def passing(self) -> str:
+        return self._real.passing()
+
     def close(self) -> None:
         self._real.close()
 

@@ -102,7 +102,7 @@ def _local_status(args: argparse.Namespace) -> int:
 
 
 def _cache(settings: Settings) -> NodeCache:
-    cache = NodeCache(settings)
+    cache = NodeCache(settings, warn=False)
     if cache.folder is None:
         raise CacheError(
             cache.problem or "the node cache is switched off (LOADSTONE_CACHE_DIR=none); name a folder"

@@ -34,6 +34,7 @@ def prefetch(args: argparse.Namespace) -> int:
             progress = handle.progress()
         seconds = time.monotonic() - began
         checkpoint.source.settle(SETTLE_SECONDS)
+        passing = checkpoint.source.passing()
         if args.json:
             # The same counts as in the progress events: tensors, and the small files beside the weights.
             done = {
@@ -43,9 +44,12 @@ def prefetch(args: argparse.Namespace) -> int:
                 "bytes_ready": progress.ready,
                 "bytes_moved": progress.moved,
                 "seconds": round(seconds, 3),
+                "kept": not passing,
             }
             print(json.dumps(done))
         else:
             what = f"{len(infos)} tensors, {human_bytes(sum(info.nbytes for info in infos))}"
             print(f"{checkpoint.name}: {what}, here after {human_seconds(seconds)}", file=sys.stderr)
+        if passing:
+            print(f"warning: {checkpoint.name} is not kept for other processes: {passing}", file=sys.stderr)
     return 0

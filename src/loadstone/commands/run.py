@@ -29,8 +29,6 @@ _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 
 def run(args: argparse.Namespace) -> int:
     """Start CMD and fetch for it; return CMD's exit status (128 + the signal's number when one ended it)."""
-    if not args.command:
-        raise RequestError("no command given; write: loadstone run LOCATION -- CMD…")
     settings = settings_of(args)
     arena = None if NodeCache(settings).folder else Arena()
     if arena is not None:
@@ -146,6 +144,10 @@ class _Fetching(threading.Thread):
                 self._checkpoint = checkpoint
                 if self._closed:
                     checkpoint.close()
+                    return
+                passing = checkpoint.source.passing()
+                if passing:
+                    print(f"warning: CMD fetches alone: {passing}", file=sys.stderr)
                     return
                 prefetch = checkpoint.prefetch()
         except LoadstoneError as error:
