@@ -9,6 +9,7 @@ import urllib.request
 from typing import Any
 
 from loadstone.commands.common import print_json, settings_of, storage_options_of
+from loadstone.display import print_columns
 from loadstone.errors import RequestError, TransferError
 from loadstone.settings import Settings
 
@@ -97,9 +98,11 @@ def list_adapters(args: argparse.Namespace) -> int:
     if args.json:
         print_json(answer)
         return 0
-    for model in answer["data"]:
-        parent = f"  adapter of {model['parent']}" if model.get("parent") else "  base"
-        print(f"{model['id']}{parent}")
+    rows = [
+        (model["id"], f"adapter of {model['parent']}" if model.get("parent") else "base", str(model["root"]))
+        for model in answer["data"]
+    ]
+    print_columns(("name", "what", "from"), rows)
     return 0
 
 

@@ -64,10 +64,12 @@ def _print_summary(checkpoint: Checkpoint, infos: list[TensorInfo]) -> None:
     summary = _summary(checkpoint, infos)
     print(checkpoint.name)
     print(f"  {len(infos)} tensors, {human_bytes(sum(info.nbytes for info in infos))}")
-    for key in ("dtypes", "files"):
-        parts = summary[key]
-        assert isinstance(parts, dict)
-        print(f"  {key}: " + ", ".join(f"{name} {human_bytes(count)}" for name, count in parts.items()))
+    dtypes, files = summary["dtypes"], summary["files"]
+    assert isinstance(dtypes, dict)
+    assert isinstance(files, dict)
+    print("  dtypes: " + ", ".join(f"{name} {human_bytes(count)}" for name, count in dtypes.items()))
+    for name, count in files.items():
+        print(f"  file: {name} {human_bytes(count)}")
     for alias, name in checkpoint.tied.items():
         print(f"  tied: {alias} is {name}")
     print(f"  fingerprint: {summary['fingerprint']}")
@@ -100,10 +102,9 @@ def verify(args: argparse.Namespace) -> int:
     if not report.unknown:
         return 0
     if not args.json:
-        what = "nothing" if not report.verified else f"{len(report.verified)} of {len(report.files)} files"
-        print(
-            f"warning: {what} could be checked, since no digest of the rest is known; publish {MANIFEST} "
-            "beside the files",
-            file=sys.stderr,
-        )
+        what = "nothing could be checked, since no digest is known"
+        if report.verified:
+            checked = f"{len(report.verified)} of {len(report.files)} files"
+            what = f"only {checked} could be checked, since no digest of the others is known"
+        print(f"warning: {what}; publish {MANIFEST} beside the files", file=sys.stderr)
     return UNCHECKED
