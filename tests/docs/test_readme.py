@@ -36,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, seaweed: Seaweed) -> tuple[P
     """Return a folder to run examples in, and the environment that finds the README's buckets."""
     folder = tmp_path_factory.mktemp("readme")
     base = make_llama(folder / "model")
-    seaweed.upload(base, "demo")
+    seaweed.upload(base, "base")
     seaweed.upload(make_adapter(folder / "adapters" / "pirate", base, 1), "adapters/pirate")
     tensors: dict[str, object] = {}
     for shard in base.glob("*.safetensors"):
