@@ -32,6 +32,7 @@ _IDLE_LIMIT = 50.0
 TICK = 0.5
 """Seconds between looks at whether a waiting transfer was cancelled."""
 _LONG_LABEL = 64  # bytes: no host's name has a label of so many
+_PORTS = {"http": 80, "https": 443}
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -42,6 +43,12 @@ class Origin:
     scheme: str
     host: str
     port: int
+
+    @property
+    def authority(self) -> str:
+        """What the ``Host`` header says, and signatures sign: without a usual port."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == _PORTS.get(self.scheme) else f"{host}:{self.port}"
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.host}:{self.port}"
@@ -237,7 +244,7 @@ def _dial(address: tuple[str, int], *rest: Any) -> socket.socket:
 
 def origin_of(parts: SplitResult) -> Origin:
     """Return what a URL's connection goes to."""
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    port = parts.port or _PORTS.get(parts.scheme, 80)
     return Origin(parts.scheme, parts.hostname or "", port)
 
 

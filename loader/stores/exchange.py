@@ -307,7 +307,7 @@ class Pool:
         if parts.query:
             target = f"{target}?{parts.query}"
         if link.absolute:
-            target = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{target}"
+            target = f"{parts.scheme}://{link.origin.authority}{target}"
         link.pace.restart()
         link.pace.waiting = waiting
         connection = link.connection

@@ -14,9 +14,10 @@ from functools import lru_cache
 from hashlib import sha256
 from urllib.parse import urlsplit
 
+from loadstone.loader.stores.connections import origin_of
+
 _EMPTY = sha256(b"").hexdigest()
 _UNSIGNED = frozenset({"expect", "user-agent"})  # what proxies change on the way
-_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def sign(
     parts = urlsplit(url)
     signed = {name.lower(): " ".join(value.split()) for name, value in sent.items()}
     signed = {name: value for name, value in signed.items() if name not in _UNSIGNED}
-    signed.setdefault("host", _host(parts.hostname or "", parts.port, parts.scheme))
+    signed.setdefault("host", origin_of(parts).authority)
     names = sorted(signed)
     listed = ";".join(names)
     lines = [
@@ -83,9 +84,3 @@ def _sorted(query: str) -> str:
     """Return a query in the order in which it is signed."""
     pairs = sorted(pair.partition("=")[::2] for pair in query.split("&") if pair)
     return "&".join(f"{name}={value}" for name, value in pairs)
-
-
-def _host(host: str, port: int | None, scheme: str) -> str:
-    """Return the ``Host`` header that will be sent."""
-    host = f"[{host}]" if ":" in host else host
-    return host if port in (None, _PORTS.get(scheme)) else f"{host}:{port}"

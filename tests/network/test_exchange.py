@@ -335,6 +335,20 @@ def test_a_proxy_from_the_environment_is_used(
     proxy.close()
 
 
+def test_a_proxy_is_told_the_host_that_is_signed(
+    server: FaultyServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = Counter(server.port, proxy=True)
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.port}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    pool = Pool(settings)
+    with pool.get(Request("http://Model-Store.example:80/m", {})) as answer:
+        assert answer.status == 404  # this server knows no whole URLs
+    assert b"\r\nHost: model-store.example\r\n" in proxy.heads[0]
+    pool.close()
+    proxy.close()
+
+
 def test_an_encrypted_transfer_goes_through_the_proxys_tunnel(
     encrypted: FaultyServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
