@@ -143,7 +143,7 @@ def no_weights(names: Sequence[str], variant: str | None, where: str) -> Loadsto
     if variants:
         there = ", ".join(f"variant={name!r}" if name else "none (variant=None)" for name in variants)
         wanted = "weights without a variant" if variant is None else f"weights of the variant {variant!r}"
-        return NotFoundError(f"{where}: no {wanted}; the variants here are {there}; pass one of them")
+        return NotFoundError(f"{where}: no {wanted}; the variants here are {there}")
     if any(name.endswith(".distcp") for name in names):
         return FormatError(
             f"{where}: a torch distributed checkpoint (DCP, .distcp files), whose metadata is a pickle and "

@@ -129,7 +129,7 @@ def verify_files(
     if wrong:
         told = "; ".join(known[name].told(name, found[name]) for name in wrong)
         raise IntegrityError(
-            f"{where} is damaged: {told}; remove it from the cache (loadstone cache remove) and fetch again"
+            f"{where} is damaged: {told}; fetch it again (from a store: after `loadstone cache remove`)"
         )
     return VerifyReport(
         tuple(known[name].check(name, blob.size, found.get(name, "")) for name, blob in opened.items())

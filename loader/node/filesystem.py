@@ -37,7 +37,10 @@ def refusal(folder: Path) -> str | None:
     if info.st_uid not in {0, os.geteuid()}:
         return f"it belongs to user {info.st_uid}, who could change what is stored there"
     if info.st_mode & 0o022:
-        return f"its mode is {info.st_mode & 0o777:o}: others could change what is stored there (chmod go-w)"
+        return (
+            f"its mode is {info.st_mode & 0o777:o}: others could change what is stored there (chmod go-w, or "
+            "name a new folder inside it)"
+        )
     kind = filesystem_type(folder)
     if kind not in _LOCAL:
         return f"its file system (type {kind:#x}) is not a local one, so processes would not see each other"
