@@ -10,6 +10,7 @@ from collections.abc import Callable
 from http.client import HTTPMessage
 
 from loadstone.errors import AccessError, FormatError, NotFoundError, TransferError
+from loadstone.loader.ranges import ByteRange
 from loadstone.loader.source import StatedDigest
 from loadstone.loader.stores.answers import content_range
 from loadstone.loader.stores.store import Version
@@ -65,6 +66,11 @@ def _parts(version: Version, count: int, ask: Ask) -> tuple[str, int]:
         return "it was stored in parts, and the store does not say how large they are", 0
     size = found.part.nbytes
     last = content_range(ask(f"partNumber={count}", {}))
-    if last is None or last.part is None or last.part.start != size * (count - 1):
+    start = size * (count - 1)
+    if (
+        not start < version.size <= start + size
+        or last is None
+        or last.part != ByteRange(start, version.size)
+    ):
         return "it was stored in parts of different sizes", 0
     return encryption(headers), size
