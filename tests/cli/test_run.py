@@ -1,5 +1,6 @@
 """`loadstone run`: CMD's environment, exit status and signals pass through, and its bytes are shared."""
 
+import argparse
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from tests.support.tiny_model import write_tiny_checkpoint
 
 from loadstone.bench.link import Link
+from loadstone.commands import run
 from loadstone.fileserver import FileServer
 
 
@@ -136,6 +138,25 @@ def test_without_versions_the_command_fetches_alone(checkpoint: Path, tmp_path: 
     assert child.returncode == 0
     assert err.startswith("warning: CMD fetches alone: the store gives no strong ETag")
     assert err.count("\n") == 1
+
+
+def test_the_end_of_imports_midway_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = threading.Event()
+    told: list[object] = []
+
+    def opening(_args: argparse.Namespace) -> None:
+        closed.wait(60)
+        raise RuntimeError("imports fail while the interpreter ends")
+
+    monkeypatch.setattr(run, "open_checkpoint", opening)
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    fetching = run._Fetching(argparse.Namespace())
+    fetching.start()
+    fetching.close()
+    closed.set()
+    fetching.join(60)
+    assert not fetching.is_alive()
+    assert told == []
 
 
 def test_a_terminals_interrupt_reaches_the_command_once(checkpoint: Path, tmp_path: Path) -> None:

@@ -153,6 +153,10 @@ class _Fetching(threading.Thread):
         except LoadstoneError as error:
             self._fail(error)
             return
+        except Exception:
+            if self._closed:  # CMD has ended, and with the interpreter ending too, imports fail midway
+                return
+            raise
         try:
             prefetch.wait()
         except LoadstoneError as error:
