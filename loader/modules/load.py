@@ -78,8 +78,8 @@ def load_model(
     Raises
     ------
     LoadstoneError
-        The checkpoint cannot be opened or does not fit the architecture (`BindError`), or transformers is
-        not installed (`MissingExtraError`).
+        The checkpoint cannot be opened or does not fit the architecture (`BindError`), the device is not
+        here (`SettingsError`), or transformers is not installed (`MissingExtraError`).
     """
     if not isinstance(location, (str, os.PathLike)):
         return _load(
@@ -127,7 +127,9 @@ def _load(
             "yourself and use Checkpoint.bind"
         ) from None
     from loadstone.loader.modules import bind, direct  # noqa: PLC0415  as above
+    from loadstone.loader.tensors.device import parse_device  # noqa: PLC0415  imports torch
 
+    place = parse_device(device)
     where = checkpoint.name
     options: dict[str, Any] = {"dtype": dtype or "auto"}
     if attention is not None:
@@ -141,8 +143,8 @@ def _load(
     model.config.name_or_path = model.name_or_path = where
     if model.can_generate():
         model.generation_config = generation
-    if str(device) != "cpu":  # where everything is already
-        bind.move(model, device)
+    if place.type != "cpu":  # where everything is already
+        bind.move(model, place)
     if wait:
         bind.wait_for(model)
     return model

@@ -36,6 +36,12 @@ def test_the_public_surface_is_what_it_is() -> None:
     assert all(hasattr(loadstone, name) for name in loadstone.__all__)
 
 
+def test_completion_finds_names_before_their_first_use() -> None:
+    code = "import loadstone; print({*loadstone.__all__} <= {*dir(loadstone)})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
 def test_inspect_shows_dtypes_files_and_matching_tensors(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ from transformers import conversion_mapping
 from transformers.utils import logging
 
 import loadstone
-from loadstone.errors import BindError, FormatError, LoadstoneError, NotFoundError
+from loadstone.errors import BindError, FormatError, LoadstoneError, NotFoundError, SettingsError
 from loadstone.fileserver import FileServer, Hook
 from loadstone.loader.checkpoint import open_checkpoint
 from loadstone.loader.modules import direct, families
@@ -222,6 +222,12 @@ def test_names_that_the_architecture_lets_go_are_let_go(tmp_path: Path) -> None:
     edit_tensors(folder, lambda s: {**s, "embeddings.position_ids": torch.arange(32)[None]})
     want = TINY["bert"].run(usual(folder, "BertModel"))
     assert torch.equal(TINY["bert"].run(load_model(folder)), want)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nowhere"])
+def test_a_device_that_is_not_there_is_refused(copied: Path, device: str) -> None:
+    with pytest.raises(SettingsError, match=f"device '{device}' is not"):
+        load_model(copied, device=device)
 
 
 def test_configurations_that_cannot_be_used_are_refused(copied: Path) -> None:
