@@ -1,6 +1,7 @@
 """`loadstone run`: CMD's environment, exit status and signals pass through, and its bytes are shared."""
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
@@ -157,6 +158,18 @@ def test_the_end_of_imports_midway_is_not_told(monkeypatch: pytest.MonkeyPatch) 
     fetching.join(60)
     assert not fetching.is_alive()
     assert told == []
+
+
+def test_a_signal_leaves_an_ended_command_to_whoever_waits_for_it() -> None:
+    child = subprocess.Popen(["sh", "-c", "exit 3"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    signals = run._Signals()
+    signals.forward_to(child)
+    signals._take(signal.SIGUSR1, None)
+    # Process 1 waits for any child: it would wait for an orphan now, had the signal's handler taken this one.
+    pid, status = os.waitpid(child.pid, os.WNOHANG)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert (pid, child.returncode) == (child.pid, 3)
 
 
 def test_a_terminals_interrupt_reaches_the_command_once(checkpoint: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -86,7 +87,7 @@ class _Signals:
         """Send ``child`` what came so far, and all that comes."""
         self._child = child
         while self._early:
-            child.send_signal(self._early.pop(0))
+            _send(child, self._early.pop(0))
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
         if number in _FROM_TERMINAL and _in_foreground():
@@ -94,7 +95,14 @@ class _Signals:
         if self._child is None:
             self._early.append(number)
         else:
-            self._child.send_signal(number)
+            _send(self._child, number)
+
+
+def _send(child: "subprocess.Popen[bytes]", number: int) -> None:
+    """Send a signal, and leave it to `_wait` to find out that CMD ended: an orphan may outlive it."""
+    if child.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(child.pid, number)
 
 
 def _in_foreground() -> bool:
@@ -115,10 +123,7 @@ def _wait(child: "subprocess.Popen[bytes]") -> int:
     if os.getpid() != 1:
         return child.wait()
     while child.returncode is None:
-        try:
-            pid, status = os.waitpid(-1, 0)
-        except ChildProcessError:  # a signal's handler looked at CMD just then, and found it ended
-            return child.wait()
+        pid, status = os.waitpid(-1, 0)
         if pid == child.pid:
             child.returncode = os.waitstatus_to_exitcode(status)
     return child.returncode
@@ -170,7 +175,7 @@ class _Fetching(threading.Thread):
             self._child = child
             failed = self.error is not None
         if failed:
-            child.terminate()
+            _send(child, signal.SIGTERM)
 
     def _fail(self, error: LoadstoneError) -> None:
         with self._lock:
@@ -179,7 +184,7 @@ class _Fetching(threading.Thread):
             self.error = error
             child = self._child
         if child is not None:
-            child.terminate()
+            _send(child, signal.SIGTERM)
 
     def close(self) -> None:
         """End the prefetch; nothing of it runs when this returns."""
