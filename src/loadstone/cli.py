@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # here, where a failure of it is still reported like any other
     except LoadstoneError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return error.exit_status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

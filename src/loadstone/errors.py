@@ -34,6 +34,7 @@ LoadstoneError
 │   ├── NotReadyError                     it is starting or stopping
 │   └── QueueFullError                    too many requests are waiting
 ├── GenerationError                       the model failed while it answered a request
+├── CommandError (OSError)                the command after ``loadstone run … --`` cannot be started
 ├── BenchError (RuntimeError)             a benchmark could not be carried out
 ├── SettingsError (ValueError)            a setting is wrong, or two of them contradict each other
 └── MissingExtraError (ImportError)       an optional dependency is not installed
@@ -47,7 +48,9 @@ from safetensors import SafetensorError
 
 
 class LoadstoneError(Exception):
-    """Base of every error raised by loadstone."""
+    """Base of every error raised by loadstone; ``exit_status`` is what commands end with."""
+
+    exit_status = 1
 
     def __str__(self) -> str:
         # KeyError would print the repr of the message, OSError its errno form; one plain line is wanted.
@@ -192,6 +195,14 @@ class QueueFullError(UnavailableError):
 
 class GenerationError(LoadstoneError):
     """The model failed while it answered a request."""
+
+
+class CommandError(LoadstoneError, OSError):
+    """The command after ``loadstone run … --`` cannot be started; the status is what shells use."""
+
+    def __init__(self, message: str, exit_status: int) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
 
 
 class BenchError(LoadstoneError, RuntimeError):

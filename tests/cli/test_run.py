@@ -78,7 +78,7 @@ def test_a_location_that_cannot_be_opened_ends_the_command(tmp_path: Path) -> No
 def test_a_command_that_does_not_exist_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
     child = _run(str(checkpoint), tmp_path / "c", "no-such-command-here")
     _, err = child.communicate(timeout=60)
-    assert child.returncode == 1
+    assert child.returncode == 127
     assert (
         err == "error: 'no-such-command-here' is not a command on this machine; check its spelling and PATH\n"
     )
@@ -93,7 +93,7 @@ def test_a_command_that_cannot_be_executed_is_one_line(
     program.chmod(0o755)
     child = _run(str(checkpoint), tmp_path / "c", str(tmp_path / command))
     _, err = child.communicate(timeout=60)
-    assert child.returncode == 1
+    assert child.returncode == 126
     assert err.startswith("error: ")
     assert "cannot be executed" in err
     assert err.count("\n") == 1

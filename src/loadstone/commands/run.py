@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from loadstone.commands.common import open_checkpoint, settings_of
-from loadstone.errors import LoadstoneError, RequestError
+from loadstone.errors import CommandError, LoadstoneError
 from loadstone.loader.node.arena import Arena
 from loadstone.loader.node.cache import NodeCache
 
@@ -58,14 +58,14 @@ def _start(
     try:
         child = subprocess.Popen(command, env=environment, pass_fds=descriptors)
     except FileNotFoundError:
-        raise RequestError(
-            f"{command[0]!r} is not a command on this machine; check its spelling and PATH"
+        raise CommandError(
+            f"{command[0]!r} is not a command on this machine; check its spelling and PATH", 127
         ) from None
     except PermissionError:
-        raise RequestError(f"{command[0]!r} cannot be executed; check its permissions") from None
+        raise CommandError(f"{command[0]!r} cannot be executed; check its permissions", 126) from None
     except OSError as error:
-        raise RequestError(
-            f"{command[0]!r} cannot be executed: {error.strerror}; check the command"
+        raise CommandError(
+            f"{command[0]!r} cannot be executed: {error.strerror}; check the command", 126
         ) from None
     signals.forward_to(child)
     return child
