@@ -37,6 +37,8 @@ class Sealer:
 
     def add(self, folder: Path) -> None:
         """Seal the complete blob in ``folder`` soon."""
+        if blobfolder.is_sealed(folder):
+            return  # whoever opens it again and again needs no thread each time
         with self._changed:
             self._todo.append(folder)
             self._added_at = time.monotonic()

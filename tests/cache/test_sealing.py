@@ -1,5 +1,6 @@
 """When sealing happens: after transfers, but before whoever waits for it."""
 
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -36,3 +37,13 @@ def test_it_happens_at_once_for_whoever_waits(tmp_path: Path) -> None:
     complete(cache, "x")
     assert cache.settle(20)
     assert [entry.sealed for entry in cache.entries()] == [True]
+
+
+def test_what_is_sealed_needs_no_thread(tmp_path: Path) -> None:
+    cache = NodeCache(replace(Settings(), cache_dir=str(tmp_path / "cache")))
+    complete(cache, "x")
+    assert cache.settle(20)
+    before = threading.active_count()
+    for _ in range(10):
+        complete(NodeCache(replace(Settings(), cache_dir=str(tmp_path / "cache"))), "x")
+    assert threading.active_count() <= before
