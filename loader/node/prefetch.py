@@ -25,7 +25,7 @@ from loadstone.loader.node.forks import renew_in_child
 from loadstone.loader.node.gates import StoppedError, StreamGate, YieldedError
 from loadstone.loader.node.handles import PrefetchHandle
 from loadstone.loader.node.jobs import Batch, Demand, Fillable, Job, Piece
-from loadstone.loader.node.pace import Bandwidth, Pace
+from loadstone.loader.node.pace import Bandwidth, Pace, ThreadTime
 from loadstone.loader.order import Wanted, plan
 from loadstone.loader.ranges import ByteRange
 from loadstone.settings import Settings
@@ -54,6 +54,7 @@ class Fetcher:
         self.limit = connections
         # A few connections stay free for threads that are blocked.
         self._pace = Pace(connections - min(4, connections // 4))
+        self._time = ThreadTime()
         self._bandwidth = Bandwidth(settings.bandwidth)
         self._start_afresh()
         renew_in_child(self)
@@ -188,10 +189,11 @@ class Fetcher:
         return self._bandwidth.delay(nbytes)
 
     def arrived(self, piece: Piece, nbytes: int) -> None:
-        """Count received bytes."""
+        """Count received bytes; called by the thread that received them."""
+        spent = self._time.taken()
         with self._lock:
             piece.job.moved += nbytes
-            if self._pace.moved(nbytes, self._streams):
+            if self._pace.moved(nbytes, self._streams, spent):
                 self._staff()
 
     def slow_down(self) -> None:

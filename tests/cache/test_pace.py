@@ -1,10 +1,12 @@
 """The policy of connections and bandwidth, on a simulated store and clock."""
 
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
-from loadstone.loader.node.pace import START, Bandwidth, Pace
+from loadstone.loader.node.pace import START, Bandwidth, Pace, ThreadTime
 
 
 class Clock:
@@ -36,6 +38,35 @@ def test_it_stays_where_more_brings_nothing() -> None:
     pace = Pace(32, clock)
     run(pace, clock, lambda connections: 125e6, 30)
     assert pace.target <= START + 2
+
+
+@pytest.mark.parametrize(("share", "grows"), [(0.2, True), (0.8, False)])
+def test_it_does_not_grow_where_receiving_takes_the_processors(share: float, grows: bool) -> None:
+    clock = Clock()
+    pace = Pace(32, clock, processors=4)
+    for _ in range(300):
+        clock.now += 0.01
+        pace.moved(10_000 * pace.target, pace.target, 0.01 * 4 * share)
+    assert (pace.target > START) == grows
+
+
+def test_each_thread_is_told_its_own_time() -> None:
+    meter = ThreadTime()
+    taken = []
+
+    def work() -> None:
+        meter.taken()
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        taken.append(meter.taken())
+
+    thread = threading.Thread(target=work)
+    assert meter.taken() == 0
+    thread.start()
+    thread.join()
+    assert taken[0] >= 0.02
+    assert meter.taken() < taken[0] + 0.02
 
 
 def test_it_finds_the_knee() -> None:
