@@ -47,7 +47,10 @@ class Pace:
         self._good = self.target
         self._calm_until = 0.0
         self._next_try = 0.0
-        self._begin()
+        self._bytes = 0
+        self._spent = 0.0
+        self._full = True
+        self._since = clock()
 
     def moved(self, nbytes: int, active: int, spent: float = 0.0) -> bool:
         """Count bytes that arrived while ``active`` connections were busy.
