@@ -9,6 +9,7 @@ runs such a module once for each adapter, on that adapter's rows, and `Inside` s
 Used by one thread at a time: whoever holds the pool's forward lock.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -111,26 +112,38 @@ class Run:
     rows: Tensor
 
 
-class Mixed:
-    """Rows have different adapters."""
+class _ByRow(ABC):
+    """Serves rows that differ, and keeps what is replaced for some of them from all but the module itself."""
 
-    __slots__ = ("_count", "_guard", "_name", "_parts", "_runs")
+    __slots__ = ("_count", "_guard", "_name")
 
-    def __init__(self, name: str, count: int, runs: Sequence[Run], parts: Sequence[Part]) -> None:
-        self._guard = _guard(name, (run.replacement for run in runs))
+    def __init__(self, name: str, count: int, replaced: Iterable[object]) -> None:
         self._name = name
         self._count = count
-        self._runs = runs
-        self._parts = parts
+        self._guard = _guard(name, replaced)
 
     def __call__(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        """Run the module, or for some rows replacements, and then each part on its rows."""
+        """Run the module for all rows."""
         with self._guard.opened() if self._guard else nullcontext():
             return self._run(module, forward, args, kwargs)
 
     def during(self) -> AbstractContextManager[None] | None:
-        """Keep the parameters of a module that is replaced for some rows from all but itself."""
+        """Keep what is replaced from others while the batch is applied."""
         return self._guard.held() if self._guard else None
+
+    @abstractmethod
+    def _run(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object: ...
+
+
+class Mixed(_ByRow):
+    """Rows have different adapters: the module or replacements run, and then each part on its rows."""
+
+    __slots__ = ("_parts", "_runs")
+
+    def __init__(self, name: str, count: int, runs: Sequence[Run], parts: Sequence[Part]) -> None:
+        super().__init__(name, count, (run.replacement for run in runs))
+        self._runs = runs
+        self._parts = parts
 
     def _run(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         if not self._runs or isinstance(module, nn.Embedding):
@@ -175,26 +188,15 @@ class Group:
     replaced: Sequence[Replaced] = ()
 
 
-class Apart:
+class Apart(_ByRow):
     """A module is run once for each adapter that changes anything in it."""
 
-    __slots__ = ("_count", "_groups", "_guard", "_name", "_turn")
+    __slots__ = ("_groups", "_turn")
 
     def __init__(self, name: str, count: int, turn: Turn, groups: Sequence[Group]) -> None:
-        self._name = name
-        self._count = count
+        super().__init__(name, count, (each for group in groups for each in group.replaced))
         self._turn = turn
         self._groups = groups
-        self._guard = _guard(name, (each for group in groups for each in group.replaced))
-
-    def __call__(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        """Run the module for each group of rows."""
-        with self._guard.opened() if self._guard else nullcontext():
-            return self._run(module, forward, args, kwargs)
-
-    def during(self) -> AbstractContextManager[None] | None:
-        """Keep what is replaced for some rows from all but the module."""
-        return self._guard.held() if self._guard else None
 
     def _run(self, module: nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         calls: list[tuple[Forward, Tensor]] = [
