@@ -179,7 +179,12 @@ def fork_after_open(url: str, folder: Path, cache: Path) -> list[str]:
 
 def wait_for_first_block(cache: Path) -> None:
     """Wait until something has arrived in a cache folder."""
-    while not any(b"\1" in path.read_bytes() for path in cache.glob("blobs/*/map")):
+    while True:
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # a folder gets its name between being seen and being read
+            if any(b"\1" in path.read_bytes() for path in cache.glob("blobs/*/map")):
+                return
         time.sleep(0.005)
 
 
