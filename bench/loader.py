@@ -1,13 +1,15 @@
 """``loadstone bench loader``: loading from a local disk, piece by piece, beside the loaders people use.
 
-Six pieces of work, each in fresh processes, ways interleaved, the page cache's state proved before each run:
+Nine pieces of work, each in fresh processes, ways interleaved, the page cache's state proved before each run:
 
 - *resident*: a checkpoint of four shards, cold, until every byte is in memory; and the disk's own limit;
 - *usable*: the same, warm, until every tensor can be used, and what that takes of anonymous memory;
 - *many*: opening a file of 100,000 tensors and listing their names;
 - *model*: a transformers model until it can be called, warm; and building the module alone;
 - *layer*: one layer of thirty-two, cold: bytes read from the disk, counted by the kernel;
-- *memory*: four processes that hold the same model, the memory of all together.
+- *memory*: four processes that hold the same model, the memory of all together;
+- *gpu*, *gpu-cold*: the checkpoint onto a GPU, with the page cache warm and cold; and the bus alone;
+- *gpu-model*: the transformers model onto a GPU, until its first answer.
 """
 
 import sys
@@ -29,6 +31,7 @@ PROCESSES = 4
 
 _CHILD = "loadstone.bench.loader_child"
 _MODELS = "loadstone.bench.loader_models_child"
+_CUDA = "loadstone.bench.loader_cuda_child"
 
 Files = Callable[[Inputs], Sequence[Path]]
 
@@ -54,6 +57,16 @@ def _one_file(inputs: Inputs) -> Sequence[Path]:
 
 def _model(inputs: Inputs) -> Sequence[Path]:
     return [inputs.llama / "model.safetensors"]
+
+
+def _onto_gpu(state: str) -> dict[str, str]:
+    return {
+        f"GPU, {state}: loadstone": "loadstone",
+        f"GPU, {state}: safetensors load_file": "load_file",
+        f"GPU, {state}: Run:ai streamer": "runai",
+        f"GPU, {state}: fastsafetensors": "fastsafetensors",
+        f"GPU, {state}: tensorizer": "tensorizer",
+    }
 
 
 WORKS: dict[str, Work] = {
@@ -122,6 +135,26 @@ WORKS: dict[str, Work] = {
             "held: build on meta only": "hold_meta",
             "held: loadstone load_model": "hold_loadstone",
             "held: from_pretrained": "hold_from_pretrained",
+        },
+    ),
+    "gpu": Work(
+        "four shards, warm, until every byte is on the GPU",
+        _CUDA,
+        disk.make_warm,
+        _shards,
+        {"GPU: the bus alone": "bus", **_onto_gpu("warm")},
+    ),
+    "gpu-cold": Work(
+        "four shards, cold, until every byte is on the GPU", _CUDA, disk.make_cold, _shards, _onto_gpu("cold")
+    ),
+    "gpu-model": Work(
+        "a Llama of 24 layers, warm, until its first answer on the GPU",
+        _CUDA,
+        disk.make_warm,
+        _model,
+        {
+            "GPU model: loadstone load_model": "model_loadstone",
+            "GPU model: from_pretrained": "model_from_pretrained",
         },
     ),
 }

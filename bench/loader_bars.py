@@ -6,6 +6,7 @@ from loadstone.bench.schema import Bar, Report, ratio
 
 _OURS = "cold: loadstone"
 _DISK = ("disk: past the page cache", "disk: plain reads")
+_ONTO_GPU = ("safetensors load_file", "Run:ai streamer", "fastsafetensors", "tensorizer")
 _MEGABYTE = 1_000_000
 
 
@@ -53,6 +54,23 @@ def _bars(report: Report, model_bytes: int) -> Iterator[Bar | None]:
     )
     share = None if extra is None else extra / model_bytes
     yield _at_most("processes that hold one model: their memory beyond interpreters / one copy", share, 1.1)
+    yield from _gpu_bars(report)
+
+
+def _gpu_bars(report: Report) -> Iterator[Bar | None]:
+    for state in ("warm", "cold"):
+        ours, text = f"GPU, {state}: loadstone", f"{state} until on the GPU"
+        for peer in _ONTO_GPU:
+            theirs = [f"GPU, {state}: {peer}"]
+            share = ratio(report, "resident_seconds", ours, theirs)
+            yield _at_most(f"{text}: loadstone / {peer}", share, 1.0)
+            unlike = _difference(report, "bytes_sum", ours, theirs[0])
+            yield _at_most("the same: difference of the sums of all bytes", unlike and abs(unlike), 0.0)
+    model, theirs_model = "GPU model: loadstone load_model", ["GPU model: from_pretrained"]
+    share = ratio(report, "first_answer_seconds", model, theirs_model)
+    yield _at_most("model until its first answer on the GPU: load_model / from_pretrained", share, 1.0)
+    unlike = _difference(report, "logits_sum", model, theirs_model[0])
+    yield _at_most("the same: difference of the logits' sums", unlike and abs(unlike), 0.0)
 
 
 def _faster(report: Report, text: str, theirs: Sequence[str], limit: float) -> Bar | None:

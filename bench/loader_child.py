@@ -74,7 +74,7 @@ def need(*modules: str) -> list[Any]:
         raise CannotRun(f"cannot be imported: {' '.join(str(error).split())[:200]}") from None
 
 
-def _opener() -> Callable[[Path], Any]:
+def opener() -> Callable[[Path], Any]:
     """Import all of loadstone that loading a local checkpoint uses, and return what opens one."""
     need(
         *(
@@ -83,8 +83,8 @@ def _opener() -> Callable[[Path], Any]:
         )
     )
     checkpoint = need("loadstone.loader.checkpoint")[0]
-    opener: Callable[[Path], Any] = checkpoint.open_checkpoint
-    return opener
+    open_checkpoint: Callable[[Path], Any] = checkpoint.open_checkpoint
+    return open_checkpoint
 
 
 # Until every byte is resident, page cache cold.
@@ -92,9 +92,9 @@ def _opener() -> Callable[[Path], Any]:
 
 def resident_loadstone(inputs: Inputs) -> Figures:
     """Open, prefetch everything, wait, have every tensor; then prove it by touching all of it."""
-    opener = _opener()
+    open_checkpoint = opener()
     clock = Clock()
-    checkpoint = opener(inputs.sharded)
+    checkpoint = open_checkpoint(inputs.sharded)
     checkpoint.prefetch().wait()
     tensors = dict(checkpoint)
     seconds = clock.seconds()
@@ -175,8 +175,8 @@ def _raw(read: Callable[[list[Path]], int], inputs: Inputs) -> Figures:
 
 def usable_loadstone(inputs: Inputs) -> Figures:
     """Open and have every tensor."""
-    opener = _opener()
-    return _repeated(lambda: opener(inputs.sharded), dict)
+    open_checkpoint = opener()
+    return _repeated(lambda: open_checkpoint(inputs.sharded), dict)
 
 
 def usable_safe_open(inputs: Inputs) -> Figures:
@@ -197,8 +197,8 @@ def usable_load_file(inputs: Inputs) -> Figures:
 
 def many_loadstone(inputs: Inputs) -> Figures:
     """Open and list the names."""
-    opener = _opener()
-    return _repeated(lambda: opener(inputs.many), lambda checkpoint: list(checkpoint.keys()))
+    open_checkpoint = opener()
+    return _repeated(lambda: open_checkpoint(inputs.many), lambda checkpoint: list(checkpoint.keys()))
 
 
 def many_safe_open(inputs: Inputs) -> Figures:
@@ -240,9 +240,9 @@ def layer_by_prefetch(inputs: Inputs) -> Figures:
 def _layer(inputs: Inputs, bring: Callable[[Any], object]) -> Figures:
     from loadstone.loader.ranges import coalesce, to_blocks  # noqa: PLC0415  loadstone's own, as the rest
 
-    opener = _opener()
+    open_checkpoint = opener()
     clock = Clock()
-    with opener(inputs.sharded) as checkpoint:
+    with open_checkpoint(inputs.sharded) as checkpoint:
         bring(checkpoint)
         names = checkpoint.match(_LAYER)
         touch(checkpoint.get(names).values())

@@ -41,7 +41,7 @@ def _from_pretrained(inputs: Inputs) -> "Model":
     return model
 
 
-def _prepare() -> None:
+def prepare_models() -> None:
     """Import what loading needs, so that only the loading is measured."""
     need("transformers.models.llama.modeling_llama", "transformers.initialization")
     need(
@@ -57,24 +57,30 @@ def _prepare() -> None:
 
 def _timed(make: Callable[[Inputs], "Model"], inputs: Inputs) -> Figures:
     """Measure until the model can be called, in a process that has loaded none before, and once more."""
-    _prepare()
-    (torch,) = need("torch")
+    prepare_models()
     clock = Clock()
     model = make(inputs)
     figures = clock.figures("callable", clock.seconds())
     if not next(model.parameters()).is_meta:
-        with torch.inference_mode():
-            logits = model(input_ids=torch.tensor(_PROMPT)).logits
-        figures |= {"first_answer_seconds": clock.seconds(), "logits_sum": float(logits.double().sum())}
+        figures |= answered(model, clock)
     del model
     clock = Clock()
     make(inputs)
     return figures | {"again_seconds": clock.seconds()}
 
 
+def answered(model: "Model", clock: Clock) -> Figures:
+    """Have an answer of ``model``; return when it was there, and what it adds up to."""
+    (torch,) = need("torch")
+    prompt = torch.tensor(_PROMPT, device=next(model.parameters()).device)
+    with torch.inference_mode():
+        total = float(model(input_ids=prompt).logits.double().sum())
+    return {"first_answer_seconds": clock.seconds(), "logits_sum": total}
+
+
 def _held(make: Callable[[Inputs], "Model"], inputs: Inputs) -> None:
     """Hold a model with every byte of it touched, and say so; then wait to be asked."""
-    _prepare()
+    prepare_models()
     model = make(inputs)
     touch(tensor for tensor in model.parameters() if not tensor.is_meta)
     print("ready", flush=True)

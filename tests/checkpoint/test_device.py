@@ -1,11 +1,14 @@
 """Tensors on other devices."""
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
+from safetensors.torch import load_file
 from tests.support.checkpoints import BITS, model_tensors, write_file, write_sharded
 
 import loadstone
@@ -171,6 +174,60 @@ def test_cuda_tensors_belong_to_the_stream_that_was_current() -> None:
             del tensor  # its memory may be used again at once: by this stream, so after the sum
     stream.synchronize()
     assert [total.item() for total in sums] == [number * size for number in range(8)]
+
+
+@gpu
+@needs_cuda
+def test_a_checkpoint_streams_to_cuda_as_safetensors_loads_it(tmp_path: Path) -> None:
+    folder = write_sharded(tmp_path / "m", model_tensors())
+    theirs: dict[str, torch.Tensor] = {}
+    for shard in folder.glob("*.safetensors"):
+        theirs |= load_file(shard, device="cuda")
+    for order in ("arrival", "layer", "file"):
+        with loadstone.open(folder) as ckpt:
+            ours = dict(ckpt.stream(order=order, device="cuda:0"))
+        _check_equal(ours, theirs)
+
+
+@gpu
+@needs_cuda
+def test_safe_open_on_cuda_gives_what_safetensors_gives(tmp_path: Path) -> None:
+    folder = write_sharded(tmp_path / "m", model_tensors(), shards=1)
+    path = next(folder.glob("*.safetensors"))
+    with safe_open(path, "pt", device=0) as ours, safetensors.safe_open(path, "pt", device=0) as theirs:
+        names = ours.keys()
+        assert names == sorted(theirs.keys())
+        _check_equal(ours.get_tensors(), {name: theirs.get_tensor(name) for name in names})
+        _check_equal(
+            {name: ours.get_tensor(name) for name in names},
+            {name: theirs.get_tensor(name) for name in names},
+        )
+        matrices = [name for name in names if len(ours.get_slice(name).get_shape()) == 2]
+        assert matrices
+        _check_equal(
+            {name: ours.get_slice(name)[1:, ::2] for name in matrices},
+            {name: theirs.get_tensor(name)[1:, ::2] for name in matrices},
+        )
+
+
+def _check_equal(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.is_cuda
+        assert tensor.dtype == theirs[name].dtype
+        assert torch.equal(tensor, theirs[name])
+
+
+@gpu
+@needs_cuda
+def test_a_full_gpu_is_torchs_own_error_and_leaves_nothing(tmp_path: Path) -> None:
+    before = torch.cuda.memory_allocated()
+    huge = torch.empty(1, dtype=torch.uint8).expand(2**45)
+    writer = DeviceWriter(parse_device("cuda"))
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        writer.put(huge)
+    assert torch.cuda.memory_allocated() == before
+    assert torch.equal(writer.put(torch.arange(9)).cpu(), torch.arange(9))
 
 
 @gpu

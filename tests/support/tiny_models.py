@@ -54,22 +54,24 @@ def _llama(**more: Any) -> dict[str, Any]:
 
 
 def _logits(model: Any) -> torch.Tensor:
-    logits: torch.Tensor = model(IDS).logits
+    logits: torch.Tensor = model(IDS.to(model.device)).logits
     return logits
 
 
 def _hidden(model: Any) -> torch.Tensor:
-    hidden: torch.Tensor = model(IDS).last_hidden_state
+    hidden: torch.Tensor = model(IDS.to(model.device)).last_hidden_state
     return hidden
 
 
 def _seq2seq(model: Any) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=IDS, decoder_input_ids=IDS[:, :4]).logits
+    ids = IDS.to(model.device)
+    logits: torch.Tensor = model(input_ids=ids, decoder_input_ids=ids[:, :4]).logits
     return logits
 
 
 def _image(model: Any) -> torch.Tensor:
-    hidden: torch.Tensor = model(torch.linspace(-1, 1, 3 * 32 * 32).view(1, 3, 32, 32)).last_hidden_state
+    image = torch.linspace(-1, 1, 3 * 32 * 32).view(1, 3, 32, 32)
+    hidden: torch.Tensor = model(image.to(model.device)).last_hidden_state
     return hidden
 
 
