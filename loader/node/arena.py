@@ -162,6 +162,11 @@ class Arena:
         """What a process that inherits the descriptor takes as its cache folder."""
         return f"{PREFIX}{self.fd}"
 
+    @property
+    def inherited(self) -> bool:
+        """Say whether another process made it and handed it over, who has then said why."""
+        return os.get_inheritable(self.fd)
+
     def blob(self, name: str, key: str, size: int) -> StoredBlob:
         """Return the blob ``key``, made if need be.
 
@@ -250,6 +255,17 @@ def adopt(address: str) -> Arena:
         raise CacheError(
             f"{address} was not inherited here; let no program between `loadstone run` and this one close it"
         ) from None
+
+
+def join(address: str, folder: Path) -> str:
+    """Return an address that names a cache folder as well, which is read before the memory is filled."""
+    return f"{address}:{folder.absolute()}"
+
+
+def split(address: str) -> tuple[str, str]:
+    """Return what `join` was given; the folder is empty where there was none."""
+    number, _, folder = address.removeprefix(PREFIX).partition(":")
+    return f"{PREFIX}{number}", folder
 
 
 def _reopener(fd: int) -> Callable[[], int]:

@@ -13,13 +13,17 @@ import json
 import os
 import secrets
 import shutil
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from loadstone.errors import CacheError
 from loadstone.loader.ranges import BLOCK, block_count
+
+KEY_LENGTH = 64
+"""Characters of a blob's key, its folder's name."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MACHINE_ID = Path("/etc/machine-id")
@@ -149,7 +153,7 @@ def trusted(folder: Path, expected: Meta, host: Host) -> bool:
 
 def is_sealed(folder: Path) -> bool:
     """Say whether every byte was seen to reach the disk."""
-    return (folder / "sealed").exists()
+    return os.path.exists(f"{folder}/sealed")  # noqa: PTH110  a folder that may not be entered has none
 
 
 def seal(folder: Path) -> None:
@@ -182,6 +186,27 @@ def drop(folder: Path) -> None:
     with suppress(FileNotFoundError):
         folder.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
+
+
+def sweep(folder: Path, alone: Callable[[str], AbstractContextManager[bool]]) -> None:
+    """Remove from a cache folder what dead processes left half made or half removed.
+
+    Parameters
+    ----------
+    folder : Path
+        The cache folder.
+    alone : Callable
+        Says whether nobody uses the blob of a key (`Leases.alone`).
+    """
+    with suppress(OSError):
+        for path in (folder / "blobs").iterdir():
+            kind, _, rest = path.name.partition("-")
+            if kind == "gone":
+                drop(path)
+            elif kind == "tmp":
+                with alone(rest[:KEY_LENGTH]) as nobody:
+                    if nobody:
+                        drop(path)
 
 
 def _sync(path: Path) -> None:

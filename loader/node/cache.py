@@ -5,15 +5,13 @@ each object, ``leases`` and ``opens`` carry locks and no bytes. There is no inde
 the disk is the truth, and death at any instant leaves nothing to repair but drafts to sweep away.
 
 A folder that cannot be used, or has no room, is no failure: objects then live in memory (see `arena`), and
-one warning says why.
+one warning says why. Of a folder that cannot be written, what is complete is used (see `sealed`).
 
 Ownership: a `NodeCache` is used by all threads; ``_lock`` guards what it remembers of the room that is left.
 """
 
 import hashlib
-import json
 import os
-import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -22,15 +20,17 @@ from pathlib import Path
 
 from loadstone.errors import CacheError
 from loadstone.loader.node import blobfolder
-from loadstone.loader.node.arena import PREFIX, Arena, adopt
+from loadstone.loader.node.arena import PREFIX, Arena, adopt, join, split
 from loadstone.loader.node.blob import StoredBlob
-from loadstone.loader.node.cachelist import CacheEntry, Removal, by_last_use, describe
-from loadstone.loader.node.filesystem import free_bytes, refusal
+from loadstone.loader.node.cachelist import CacheEntry, Removal, by_last_use, listing
+from loadstone.loader.node.filesystem import free_bytes, read_only, refusal
 from loadstone.loader.node.forks import renew_in_child
 from loadstone.loader.node.leases import Leases, shared_leases
 from loadstone.loader.node.locks import close_own, open_own, wait_for_turn
 from loadstone.loader.node.notices import warn_once
 from loadstone.loader.node.places import FolderPlace, GoneError
+from loadstone.loader.node.refs import References
+from loadstone.loader.node.sealed import SealedFolder, SealedPlace, usable
 from loadstone.loader.node.sealing import Sealer
 from loadstone.loader.stores.store import Version
 from loadstone.settings import Settings
@@ -38,7 +38,6 @@ from loadstone.settings import Settings
 __all__ = ["CacheEntry", "NodeCache", "Removal"]
 
 _EVICTION_SECONDS = 10.0
-_KEY_LENGTH = 64
 _COUNT_SECONDS = 2.0  # for so long, a count of what the folder holds is relied on
 
 
@@ -61,7 +60,9 @@ class NodeCache:
         self._left, self._counted_at = 0, -_COUNT_SECONDS
         renew_in_child(self)
         self.folder: Path | None = None
+        self.sealed: SealedFolder | None = None
         self.problem = ""
+        self._refs: References | None = None
         self._arena: Arena | None = None
         self._leases: Leases | None = None
         if settings.cache_dir.startswith(PREFIX):
@@ -75,6 +76,9 @@ class NodeCache:
             self._leases = self._arena.leases
 
     def _join(self, address: str) -> None:
+        address, folder = split(address)
+        if folder:
+            self._read_from(Path(folder))
         try:
             self._arena = adopt(address)
         except CacheError as error:
@@ -83,6 +87,10 @@ class NodeCache:
 
     def _use(self, path: Path) -> None:
         reason = refusal(path)
+        if reason is None and read_only(path):
+            if self._read_from(path):
+                return
+            reason = "it is read-only, and holds nothing that can be used"
         try:
             if reason is None:
                 for name in ("blobs", "refs"):
@@ -96,13 +104,38 @@ class NodeCache:
                 warn_once(self.problem)
             return
         self.folder = path
-        self._sweep()
+        self._refs = References(path)
+        blobfolder.sweep(path, self._leased.alone)
+
+    def _read_from(self, path: Path) -> bool:
+        """Use what a folder that cannot be written holds; ``False`` when that is nothing."""
+        if refusal(path) is not None or not usable(path):
+            return False
+        self.sealed = SealedFolder(path)
+        self._refs = References(path)
+        return True
+
+    def handed_over(self, arena: Arena) -> str:
+        """Return what a process that inherits ``arena`` takes as its cache folder."""
+        return arena.address if self.sealed is None else join(arena.address, self.sealed.folder)
+
+    def keeps(self, blob: StoredBlob) -> bool:
+        """Say whether other processes find what ``blob`` holds: in the folder, or in memory they inherit."""
+        if blob.place is None:
+            return False
+        return self.folder is not None or self._inherited or isinstance(blob.place, SealedPlace)
 
     @property
-    def shared(self) -> bool:
-        """Say whether other processes find what is kept: in the folder, or in memory that they inherit."""
-        inherited = self._settings.cache_dir.startswith(PREFIX) and not self.problem
-        return self.folder is not None or inherited
+    def lack(self) -> str:
+        """Say why `keeps` can be untrue."""
+        if self.sealed is not None:
+            return f"the node cache {self.sealed.folder} is read-only, and not all of it is there"
+        used = self.folder is not None or self._inherited
+        return "the node cache took not all of it" if used else "the node cache is not used"
+
+    @property
+    def _inherited(self) -> bool:
+        return self._settings.cache_dir.startswith(PREFIX) and not self.problem
 
     def blob(self, name: str, identity: str, version: Version, first: bytes = b"") -> StoredBlob:
         """Return the blob of one version of an object, made if need be.
@@ -120,9 +153,9 @@ class NodeCache:
         """
         if not version.pinned or version.size == 0:
             return StoredBlob(name, version.size)
-        if self.folder is None:
-            return self._in_arena(name, _key(identity, version), version.size)
         key = _key(identity, version)
+        if self.folder is None:
+            return self._without_room(name, key, version)
         try:
             taken = self._leased.take(key, _EVICTION_SECONDS)
         except OSError as error:
@@ -146,22 +179,17 @@ class NodeCache:
 
     def holds(self, identity: str, version: Version) -> bool:
         """Say whether a blob of that version is here, complete or not."""
+        key = _key(identity, version)
+        if self.sealed is not None and self.sealed.holds(key):
+            return True
         if self._arena is not None:
-            return self._arena.holds(_key(identity, version))
-        return self.folder is not None and (self.folder / "blobs" / _key(identity, version)).is_dir()
+            return self._arena.holds(key)
+        return self.folder is not None and (self.folder / "blobs" / key).is_dir()
 
     def ref(self, identity: str) -> Version | None:
         """Return the version that an object last had, as far as this node knows."""
-        if self._arena is not None:
-            return self._arena.ref(identity)
-        if self.folder is None:
-            return None
-        try:
-            with open(self._ref_path(identity), encoding="utf-8") as file:  # noqa: PTH123  see `_ref_path`
-                found = json.loads(file.read())
-            return Version(str(found["tag"]), int(found["size"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        found = None if self._arena is None else self._arena.ref(identity)
+        return self._refs.read(identity) if found is None and self._refs is not None else found
 
     def set_ref(self, identity: str, version: Version) -> None:
         """Remember the version that an object has now."""
@@ -170,13 +198,8 @@ class NodeCache:
         if self._arena is not None:
             with suppress(CacheError):  # it will be asked for again, that is all
                 self._arena.set_ref(identity, version)
-        if self.folder is None:
-            return
-        path = self._ref_path(identity)
-        draft = f"{self.folder}/refs/tmp-{secrets.token_hex(8)}"
-        with suppress(OSError):
-            blobfolder.write_new(draft, json.dumps({"tag": version.tag, "size": version.size}).encode())
-            os.replace(draft, path)  # noqa: PTH105  see `_ref_path`
+        if self.folder is not None and self._refs is not None:
+            self._refs.write(identity, version)
 
     @contextmanager
     def opening(self, identity: str) -> Iterator[None]:
@@ -205,6 +228,8 @@ class NodeCache:
 
     def make_room(self, nbytes: int) -> bool:
         """Evict blobs that nobody uses, least recently used first; ``False`` when nothing could be."""
+        if self.folder is None:
+            return False
         freed = 0
         for entry in by_last_use(self.entries()):
             if freed >= nbytes:
@@ -214,14 +239,10 @@ class NodeCache:
         return freed > 0
 
     def entries(self) -> list[CacheEntry]:
-        """Return every blob, in the order of their locations."""
-        if self.folder is None:
-            return []
-        folders: list[Path] = []
-        with suppress(FileNotFoundError):  # removed under this process
-            folders = [path for path in (self.folder / "blobs").iterdir() if len(path.name) == _KEY_LENGTH]
-        found = [entry for folder in folders if (entry := describe(folder, self._leased)) is not None]
-        return sorted(found, key=lambda entry: (entry.location, entry.key))
+        """Return every blob, in the order of their locations; of a folder that is only read, those of use."""
+        if self.sealed is not None:
+            return listing(self.sealed.folder, self.sealed.leases, sealed=True)
+        return [] if self.folder is None else listing(self.folder, self._leased)
 
     def trim(self, max_bytes: int) -> Removal:
         """Evict, least recently used first, until at most ``max_bytes`` are taken."""
@@ -279,6 +300,19 @@ class NodeCache:
         assert self._leases is not None
         return self._leases
 
+    def _without_room(self, name: str, key: str, version: Version) -> StoredBlob:
+        found = None if self.sealed is None else self.sealed.blob(name, key, version)
+        if found is not None:
+            return found
+        if self.sealed is not None and not (self._arena is not None and self._arena.inherited):
+            folder = str(self.sealed.folder)
+            warn_once(
+                f"{name} is kept in memory: the node cache {folder} is read-only, and has no complete copy "
+                "of this version",
+                folder,
+            )
+        return self._in_arena(name, key, version.size)
+
     def _in_arena(self, name: str, key: str, size: int) -> StoredBlob:
         if self._arena is not None:
             try:
@@ -290,10 +324,6 @@ class NodeCache:
     def _in_memory(self, name: str, version: Version, reason: str) -> StoredBlob:
         warn_once(f"{name} is kept in memory and not in the node cache: {reason}", str(self.folder))
         return StoredBlob(name, version.size)
-
-    def _ref_path(self, identity: str) -> str:
-        # Opening many objects comes here many times: path objects would take longer than the files.
-        return f"{self.folder}/refs/{hashlib.sha256(identity.encode()).hexdigest()}.json"
 
     def _place(self, folder: Path, key: str, name: str, version: Version, first: bytes) -> FolderPlace:
         host = blobfolder.this_host()
@@ -349,24 +379,12 @@ class NodeCache:
         return budget - taken
 
     def _evict(self, entry: CacheEntry) -> bool:
-        assert self.folder is not None
+        if self.folder is None:  # what is only read stays
+            return False
         with self._leased.alone(entry.key) as nobody:
             if nobody:
                 blobfolder.drop(self.folder / "blobs" / entry.key)
             return nobody
-
-    def _sweep(self) -> None:
-        """Remove what dead processes left half made or half removed."""
-        assert self.folder is not None
-        with suppress(OSError):
-            for path in (self.folder / "blobs").iterdir():
-                kind, _, rest = path.name.partition("-")
-                if kind == "gone":
-                    blobfolder.drop(path)
-                elif kind == "tmp":
-                    with self._leased.alone(rest[:_KEY_LENGTH]) as nobody:
-                        if nobody:
-                            blobfolder.drop(path)
 
 
 def _key(identity: str, version: Version) -> str:

@@ -60,8 +60,20 @@ def by_last_use(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
     return sorted(entries, key=lambda entry: (entry.last_use <= now, entry.last_use))
 
 
-def describe(folder: Path, leases: Leases) -> CacheEntry | None:
-    """Look at one blob's folder; ``None`` when it has just gone away."""
+def listing(folder: Path, leases: Leases | None, *, sealed: bool = False) -> list[CacheEntry]:
+    """Return the blobs of a cache folder, or its sealed ones, in the order of their locations."""
+    folders: list[Path] = []
+    with suppress(FileNotFoundError):  # removed under this process
+        folders = [path for path in (folder / "blobs").iterdir() if len(path.name) == blobfolder.KEY_LENGTH]
+    found = [entry for path in folders if (entry := describe(path, leases)) is not None]
+    return sorted(
+        (entry for entry in found if entry.sealed or not sealed),
+        key=lambda entry: (entry.location, entry.key),
+    )
+
+
+def describe(folder: Path, leases: Leases | None) -> CacheEntry | None:
+    """Look at one blob's folder; ``None`` when it has just gone away. Without leases no users are seen."""
     meta = blobfolder.read_meta(folder)
     marks = b""
     try:
@@ -80,5 +92,5 @@ def describe(folder: Path, leases: Leases) -> CacheEntry | None:
         allocated=allocated,
         sealed=blobfolder.is_sealed(folder),
         last_use=last_use,
-        pids=tuple(leases.users(folder.name)),
+        pids=() if leases is None else tuple(leases.users(folder.name)),
     )

@@ -19,6 +19,8 @@ _LOCAL = {
     0x858458F6: "ramfs",
     _TMPFS: "tmpfs",
 }
+# Images: nobody writes to them at all, so they are as good for reading.
+_IMAGES = {0x73717368: "squashfs", 0xE0F5E1E2: "erofs"}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _statfs = _libc.statfs
@@ -28,7 +30,10 @@ _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int6
 
 
 def refusal(folder: Path) -> str | None:
-    """Return why ``folder`` cannot hold the node cache, or ``None``; creates it when it is missing."""
+    """Return why ``folder`` cannot be used as a node cache, or ``None``; creates it when it is missing.
+
+    One that is not refused may still be there for reading alone: see `read_only`.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.stat()
@@ -42,11 +47,16 @@ def refusal(folder: Path) -> str | None:
             "name a new folder inside it)"
         )
     kind = filesystem_type(folder)
-    if kind not in _LOCAL:
+    if kind not in _LOCAL and kind not in _IMAGES:
         return f"its file system (type {kind:#x}) is not a local one, so processes would not see each other"
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK) or os.statvfs(folder).f_flag & os.ST_RDONLY:
-        return "it is read-only"
+    if not os.access(folder, os.R_OK | os.X_OK):
+        return f"its mode is {info.st_mode & 0o777:o}, which lets user {os.geteuid()} not read it"
     return None
+
+
+def read_only(folder: Path) -> bool:
+    """Say whether this process cannot write to ``folder``."""
+    return not os.access(folder, os.W_OK) or bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
 
 
 def filesystem_type(path: Path) -> int:

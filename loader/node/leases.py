@@ -167,13 +167,16 @@ def _base(key: str) -> int:
     return int(key[:10], 16) * _SPAN
 
 
-_shared: dict[Path, Leases] = {}
+_shared: dict[tuple[Path, int], Leases] = {}
 
 
-def shared_leases(path: Path) -> Leases:
-    """Return this process's leases at ``path``: one descriptor serves all who use that cache."""
-    path = path.absolute()
-    found = _shared.get(path)
+def shared_leases(path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> Leases:
+    """Return this process's leases at ``path``: one descriptor serves all who use that cache.
+
+    With ``os.O_RDONLY`` as ``flags`` they can be taken, which needs no right to write, and seen.
+    """
+    key = path.absolute(), flags
+    found = _shared.get(key)
     if found is None or not found.current():
-        found = _shared[path] = Leases(lambda: open_own(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW))
+        found = _shared[key] = Leases(lambda: open_own(key[0], flags | os.O_NOFOLLOW))
     return found

@@ -235,9 +235,7 @@ class RemoteSource:
             blobs = [blob for blob in self._blobs.values() if blob.size and not blob.closed]
         if any(isinstance(blob.stored, WholeBlob) for blob in blobs):
             return "the store gives no strong ETag that would tell versions apart"
-        if not self.cache.shared:
-            return "the node cache is not used"
-        return "" if all(blob.stored.place for blob in blobs) else "the node cache took not all of it"
+        return "" if all(self.cache.keeps(blob.stored) for blob in blobs) else self.cache.lack
 
     def close(self) -> None:
         """Stop every prefetch and close every blob."""

@@ -1,64 +1,17 @@
 """Several real processes and one cache folder, over a real web server that counts what it sends."""
 
 import os
-import random
 import subprocess
-import sys
-import threading
-import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.cache_worker import audit
+from tests.support.served_folder import Served
 
-from loadstone.fileserver import FileServer, Hook
 from loadstone.loader.ranges import BLOCK
 
-ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("LOADSTONE_TEST_KILLS", "25"))
-
-
-class Counting(Hook):
-    """Counts sent bytes by file, and slows them down."""
-
-    def __init__(self) -> None:
-        self.sent: Counter[str] = Counter()
-        self.pause = 0.0
-        self._lock = threading.Lock()
-
-    def sending(self, path: str, offset: int, nbytes: int) -> None:
-        with self._lock:
-            self.sent[path.strip("/")] += nbytes
-        time.sleep(self.pause)
-
-
-class Served:
-    def __init__(self, folder: Path, sizes: dict[str, int]) -> None:
-        self.folder = folder
-        self.hook = Counting()
-        folder.mkdir()
-        for number, (name, size) in enumerate(sizes.items()):
-            (folder / name).write_bytes(random.Random(number).randbytes(size))
-        self.server = FileServer(folder, hook=self.hook)
-
-    def start(
-        self, mode: str, cache: Path, *numbers: int, within: Sequence[str] = ()
-    ) -> "subprocess.Popen[str]":
-        command = [*within, sys.executable, "-m", "tests.support.cache_worker", mode, self.server.url]
-        return subprocess.Popen(
-            [*command, str(self.folder), str(cache), *map(str, numbers)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def run(self, mode: str, cache: Path, *numbers: int, within: Sequence[str] = ()) -> None:
-        process = self.start(mode, cache, *numbers, within=within)
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ hold the right bytes.
 import contextlib
 import functools
 import json
+import logging
 import os
 import random
 import shutil
@@ -17,11 +18,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from logging.handlers import QueueHandler
 from pathlib import Path
+from queue import Queue
 
 from loadstone.loader.locations import parse_location
 from loadstone.loader.node.cache import NodeCache
 from loadstone.loader.node.remote import RemoteBlob, RemoteSource, open_remote
+from loadstone.loader.node.sealed import SealedPlace
 from loadstone.loader.ranges import BLOCK, ByteRange
 from loadstone.loader.source import Span
 from loadstone.settings import Settings
@@ -234,11 +238,33 @@ def read_only_disk(url: str, folder: Path, cache: Path, seed: int) -> list[str]:
     return problems
 
 
+def look(url: str, folder: Path, cache: Path) -> dict[str, object]:
+    """Read everything, and say what of it came from a cache that is only read, and what was warned of."""
+    told: Queue[logging.LogRecord] = Queue()
+    logging.getLogger("loadstone").addHandler(QueueHandler(told))
+    settings = settings_for(cache)
+    wrong = read_everything(url, folder, settings, 0)
+    source = open_source(url, settings)
+    names = sorted(path.name for path in folder.iterdir())
+    blobs = blobs_of(source, names)
+    mapped = Path("/proc/self/maps").read_text()
+    return {
+        "wrong": wrong,
+        "sealed": [name for name in names if isinstance(blobs[name].stored.place, SealedPlace)],
+        "mapped": mapped.count(f"{cache}/blobs/"),
+        "passing": source.passing(),
+        "told": [told.get().getMessage() for _ in range(told.qsize())],
+    }
+
+
 def main(arguments: list[str]) -> int:
     mode, url, folder, cache, *rest = arguments
     numbers = [int(number) for number in rest]
     if mode == "read":
         return read_everything(url, Path(folder), settings_for(Path(cache)), numbers[0])
+    if mode == "look":
+        print(json.dumps(look(url, Path(folder), Path(cache))))
+        return 0
     modes: dict[str, Callable[..., list[str]]] = {
         "kill": kill_rounds,
         "stop": stopped_holder,

@@ -3,6 +3,7 @@
 import argparse
 import re
 import time
+from pathlib import Path
 
 from loadstone.commands.common import open_checkpoint, print_json, settings_of
 from loadstone.display import counted, human_bytes, human_seconds, print_columns
@@ -19,13 +20,13 @@ def list_entries(args: argparse.Namespace) -> int:
     cache = _cache(settings_of(args))
     entries = cache.entries()
     if args.json:
-        print_json({"folder": str(cache.folder), "entries": [_as_json(entry) for entry in entries]})
+        print_json({"folder": str(_folder(cache)), "entries": [_as_json(entry) for entry in entries]})
         return 0
     if entries:
         # The column that may be long comes last, so that the others stay in line when a terminal wraps it.
         print_columns(("id", "size", "here", "last use", "in use by", "object"), [_row(e) for e in entries])
     taken = sum(entry.allocated for entry in entries)
-    print(f"{counted(len(entries), 'object')}, {human_bytes(taken)} in {cache.folder}")
+    print(f"{counted(len(entries), 'object')}, {human_bytes(taken)} in {_folder(cache)}")
     return 0
 
 
@@ -42,13 +43,13 @@ def _row(entry: CacheEntry) -> tuple[str, ...]:
 
 def trim(args: argparse.Namespace) -> int:
     """Remove the least recently used objects until the cache takes at most the given size."""
-    return _report(_cache(settings_of(args)).trim(parse_size(args.size)), args)
+    return _report(_writable(settings_of(args)).trim(parse_size(args.size)), args)
 
 
 def remove(args: argparse.Namespace) -> int:
     """Remove the objects of one location, or one object by its id."""
     which = args.location if _ID.fullmatch(args.location) else parse_location(args.location).text
-    removal = _cache(settings_of(args)).remove(which)
+    removal = _writable(settings_of(args)).remove(which)
     if not removal.removed and not removal.in_use:
         raise NotFoundError(f"nothing of {which} is cached; `loadstone cache list` shows what is")
     return _report(removal, args)
@@ -103,11 +104,22 @@ def _local_status(args: argparse.Namespace) -> int:
 
 def _cache(settings: Settings) -> NodeCache:
     cache = NodeCache(settings, warn=False)
-    if cache.folder is None:
+    if _folder(cache) is None:
         raise CacheError(
             cache.problem or "the node cache is switched off (LOADSTONE_CACHE_DIR=none); name a folder"
         )
     return cache
+
+
+def _writable(settings: Settings) -> NodeCache:
+    cache = _cache(settings)
+    if cache.folder is None:
+        raise CacheError(f"the node cache {_folder(cache)} is read-only here; do it where it can be written")
+    return cache
+
+
+def _folder(cache: NodeCache) -> Path | None:
+    return cache.sealed.folder if cache.sealed is not None else cache.folder
 
 
 def _share(entry: CacheEntry) -> str:

@@ -31,10 +31,11 @@ _FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 def run(args: argparse.Namespace) -> int:
     """Start CMD and fetch for it; return CMD's exit status (128 + the signal's number when one ended it)."""
     settings = settings_of(args)
-    arena = None if NodeCache(settings).folder else Arena()
+    cache = NodeCache(settings)
+    arena = None if cache.folder else Arena()
     if arena is not None:
-        # No folder can be used: CMD inherits the memory that the bytes are kept in instead.
-        args.cache = arena.address
+        # No folder can be filled: CMD inherits the memory that the bytes are kept in instead.
+        args.cache = cache.handed_over(arena)
         settings = settings_of(args)
     fetching = _Fetching(args)
     fetching.start()
