@@ -33,6 +33,7 @@ from loadstone.adapters.rows import Forward
 from loadstone.adapters.stacks import STACK_FROM, Operations, Stack, Stacks
 from loadstone.adapters.steps import Changes, Step
 from loadstone.errors import AdapterError
+from loadstone.loader.tensors.device import memory_limit
 
 _PLANS = 16
 """Most plans kept: of the memberships that batches had lately."""
@@ -56,7 +57,21 @@ class Attachable(Protocol):
 
     @property
     def attached_bytes(self) -> int:
-        """Bytes in use while it is attached: its file's, and converted copies."""
+        """Bytes in use where the model computes while it is attached: what `Attacher.size` said."""
+        ...
+
+
+class Measurable(Protocol):
+    """One adapter that was read, as far as `Attacher.size` needs it."""
+
+    @property
+    def updates(self) -> fit.Updates:
+        """What it changes."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors as they are stored."""
         ...
 
 
@@ -76,12 +91,13 @@ class Attacher:
         The base, shared; never written.
     limit : int
         Most bytes of attached adapters and stacks. Adapters of the batch at hand are attached even beyond it.
+        0: a quarter of the memory that this process may use where the model computes.
     """
 
     def __init__(self, model: nn.Module, limit: int) -> None:
         self._modules = dict(model.named_modules())
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._limit = limit
+        self._limit = limit or memory_limit(self._device) // 4
         self._lock = threading.Lock()
         self._gate = _gate_of(model)
         self._attached: OrderedDict[int, _Attached] = OrderedDict()
@@ -89,6 +105,11 @@ class Attacher:
         self._plans: OrderedDict[tuple[int | None, ...], Mapping[str, _Patch]] = OrderedDict()
         self._gone: deque[int] = deque()
         self._checked: weakref.WeakKeyDictionary[Layout, int] = weakref.WeakKeyDictionary()
+
+    @property
+    def limit(self) -> int:
+        """Most bytes of attached adapters and stacks."""
+        return self._limit
 
     @property
     def nbytes(self) -> int:
@@ -114,6 +135,14 @@ class Attacher:
         if known is None:
             known = self._checked[updates.layout] = fit.check(self._modules, updates)
         return known
+
+    def size(self, adapter: Measurable) -> int:
+        """Check an adapter, and return how many bytes it takes, attached, where the model computes.
+
+        On the CPU it is computed with as it lies in its mapped file, which counts; elsewhere all is copied.
+        """
+        copies = self.check(adapter.updates)
+        return copies + adapter.nbytes if self._device.type == "cpu" else copies
 
     @contextmanager
     def apply(self, rows: Sequence[Attachable | None]) -> Iterator[None]:

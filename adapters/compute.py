@@ -6,7 +6,8 @@ and output for those rows and returns the new output. A `Substitute` stands in f
 Precision: an update is computed in the widest of its own dtypes and the base weight's, and the result
 returns to the module's output dtype at the end. So a bf16 adapter over a bf16 base is computed in bf16 from
 the mapped file, and an adapter as wide as its base or wider is never copied. Only one that is narrower (bf16
-over an fp32 base) gets a converted copy when it is attached, which `copy_bytes` counts and budgets include.
+over an fp32 base), or whose base is on another device, gets a copy when it is attached, which `copy_bytes`
+counts and budgets include.
 
 What depends on the base's bytes (DoRA's norm) is computed at the first use, never before, because they may
 not have arrived. Operations are used by one thread at a time: whoever holds the pool's forward lock.
@@ -14,6 +15,7 @@ not have arrived. Operations are used by one thread at a time: whoever holds the
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -49,7 +51,9 @@ class Substitute(Protocol):
 def copy_bytes(update: Update, module: nn.Module) -> int:
     """Return how many bytes `attach`ing ``update`` to ``module`` takes beyond the adapter's own file."""
     if isinstance(update, ExpertsLowRank):
-        return 0  # what it needs lives for one call
+        # The sums with the base live for one call.
+        device = getattr(module, update.parameter).device
+        return _converted([(tensor, device, tensor.dtype) for tensor in update.tensors])
     if isinstance(update, Replacement):
         own = tensors_of(module)
         pairs = [(tensor, own[name].device, own[name].dtype) for name, tensor in update.parameters.items()]
@@ -290,7 +294,8 @@ class Experts:
     __slots__ = ("_module", "_updates")
 
     def __init__(self, updates: Iterable[ExpertsLowRank], module: nn.Module) -> None:
-        self._updates = tuple(updates)
+        # Only moved: its sum with the base is converted at each call, as the base's dtype says.
+        self._updates = tuple(_beside(module, update) for update in updates)
         self._module = module
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -302,18 +307,21 @@ class Experts:
         return clone_with(self._module, sums).forward(*args, **kwargs)
 
 
+def _beside(module: nn.Module, update: ExpertsLowRank) -> ExpertsLowRank:
+    device = getattr(module, update.parameter).device
+    return replace(update, a=update.a.to(device), b=update.b.to(device))
+
+
 def _add_experts(base: Tensor, update: ExpertsLowRank) -> Tensor:
     if update.experts == 1 and base.dim() == 2:
         # Rounded once, to the base's dtype: an adapter narrower than its base must not make the sum narrow.
         wide = torch.promote_types(torch.promote_types(update.a.dtype, update.b.dtype), torch.float32)
         delta = update.b.to(wide) @ update.a.to(wide) * update.scale
-        return base + delta.to(base.device, base.dtype)
+        return base + delta.to(base.dtype)
     a = update.a.reshape(update.experts, -1, update.a.shape[-1])
     b = update.b.reshape(update.b.shape[0], -1, update.experts).permute(2, 0, 1)
     left, right = (b, a) if update.orientation == "out_in" else (a.transpose(1, 2), b.transpose(1, 2))
-    return torch.baddbmm(
-        base, left.to(base.device, base.dtype), right.to(base.device, base.dtype), alpha=update.scale
-    )
+    return torch.baddbmm(base, left.to(base.dtype), right.to(base.dtype), alpha=update.scale)
 
 
 def clone_with(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

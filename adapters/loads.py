@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from itertools import count
 
 from loadstone.adapters.book import Book, Entry
-from loadstone.adapters.fit import Updates
 from loadstone.adapters.pace import Pace
 from loadstone.adapters.roots import Place, Roots
 from loadstone.adapters.versions import Readable, Version
@@ -53,7 +52,7 @@ class Loads:
     read : callable
         Reads the adapter at an address.
     check : callable
-        Checks updates against the model, and returns the bytes that attaching takes beyond the file.
+        Checks an adapter against the model, and returns the bytes that it takes when attached.
     free : callable
         Frees what the records have let go of; called without the lock.
     busy : callable
@@ -69,7 +68,7 @@ class Loads:
         roots: Roots,
         *,
         read: Reader,
-        check: Callable[[Updates], int],
+        check: Callable[[Readable], int],
         free: Callable[[], None],
         busy: Callable[[], bool],
         absent_seconds: float,
@@ -171,7 +170,7 @@ class Loads:
         with self._pace.turn():
             place, adapter = self._read_first(entry.name, places)
         try:
-            fresh = Version(next(_uids), adapter, self._check(adapter.updates))
+            fresh = Version(next(_uids), adapter, self._check(adapter))
             with self._changed:
                 known = self._book.version_of(adapter.digest)
             if known is not None and known.is_altered():

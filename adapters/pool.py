@@ -6,9 +6,10 @@ version is freed when its last lease ends. Adapters live in tiers, each with a b
 recently used leaving first: registered (a name and a place), mapped (its file, read and checked) and attached
 (ready to be applied). A lease brings its adapters up from any tier.
 
-A mapped adapter is its own file, never a copy. One that was overwritten in place is refused at the next lease
-or batch; no check can catch one that is cut while a batch reads it: the kernel ends the process with SIGBUS.
-So new versions must be renamed into place, or come from a store.
+A mapped adapter is its own file, never a copy; attached to a model on an accelerator it is a copy there, and
+that is what counts as attached. One whose file was overwritten in place is refused at the next lease or
+batch; no check can catch one that is cut while a batch reads it: the kernel ends the process with SIGBUS. So
+new versions must be renamed into place, or come from a store.
 
 Concurrency: the pool's lock guards the records (`Book`) and is held for microseconds only: never while
 reading, attaching or running the model. The attacher's own lock serialises applying and forward passes;
@@ -62,7 +63,7 @@ class AdapterPool:
     storage_options : mapping, optional
         For the stores of ``roots``.
     mapped_bytes : int
-        Most bytes of adapters mapped; 0: twice what may be attached.
+        Most bytes of adapters mapped; 0: twice ``adapter_bytes``, or else half of this process's memory.
     max_names : int
         Most adapters registered.
     absent_seconds : float
@@ -85,16 +86,16 @@ class AdapterPool:
         read: Reader | None = None,
     ) -> None:
         settings = Settings.from_env() if settings is None else settings
-        attached = settings.adapter_bytes or memory.limit() // 4
-        self._attacher = Attacher(model, attached)
-        self._book = Book(mapped_bytes or 2 * attached, attached, max_names)
+        self._attacher = Attacher(model, settings.adapter_bytes)
+        mapped_bytes = mapped_bytes or 2 * (settings.adapter_bytes or memory.limit() // 4)
+        self._book = Book(mapped_bytes, self._attacher.limit, max_names)
         self._changed = threading.Condition(threading.Lock())
         self._loads = Loads(
             self._book,
             self._changed,
             Roots(roots),
             read=read or _reader(base, storage_options, settings),
-            check=self._attacher.check,
+            check=self._attacher.size,
             free=self._free,
             busy=self._attacher.runs_elsewhere,
             absent_seconds=absent_seconds,

@@ -89,7 +89,7 @@ def _is_certain(tensor: Tensor, first: Tensor, count: int) -> bool:
 
 def _taken(value: Any, rows: Tensor, count: int) -> Any:
     if isinstance(value, Tensor):
-        return value.index_select(0, rows) if value.dim() and len(value) == count else value
+        return value.index_select(0, rows.to(value.device)) if value.dim() and len(value) == count else value
     if isinstance(value, dict):
         return {key: _taken(each, rows, count) for key, each in value.items()}
     if type(value) in (tuple, list):

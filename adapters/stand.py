@@ -114,6 +114,8 @@ class _Unread(Tensor):
         fact = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
         if fact == "device":
             return args[0]._device
+        if fact == "is_cuda":
+            return args[0]._device.type == "cuda"
         if fact in _FACTS:
             # torch gives this method no types.
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]

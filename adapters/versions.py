@@ -45,7 +45,8 @@ class AdapterStatus:
     digest : str
         Hash of its content; empty until it was read.
     mapped_bytes, attached_bytes : int
-        Bytes of its file that are mapped, and bytes in use while it is attached; 0 when it is not.
+        Bytes of its file that are mapped, and bytes in use, where the model computes, while it is attached;
+        0 when it is not.
     load_seconds : float
         How long the last successful load took.
     uses : int
@@ -127,11 +128,11 @@ class Version:
 
     __slots__ = ("_adapter", "attached_bytes", "digest", "holds", "names", "nbytes", "uid", "warnings")
 
-    def __init__(self, uid: int, adapter: Readable, copies: int) -> None:
+    def __init__(self, uid: int, adapter: Readable, attached_bytes: int) -> None:
         self.uid = uid
         self.digest = adapter.digest
         self.nbytes = adapter.nbytes
-        self.attached_bytes = adapter.nbytes + copies
+        self.attached_bytes = attached_bytes
         self.warnings = adapter.warnings
         self.names: set[str] = set()
         self.holds = 0

@@ -345,7 +345,8 @@ def _arriving(
 
 def move(module: nn.Module, device: str | torch.device) -> None:
     """Put the tensors of ``module`` on ``device``: plain ones now, pending ones when they are first used."""
-    target = torch.device(device)
+    # With its number: pending tensors may be settled by a thread whose current device is another.
+    target = torch.empty(0, device=device).device
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device == target:
             continue
