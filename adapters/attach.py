@@ -33,7 +33,7 @@ from loadstone.adapters.rows import Forward
 from loadstone.adapters.stacks import STACK_FROM, Operations, Stack, Stacks
 from loadstone.adapters.steps import Changes, Step
 from loadstone.errors import AdapterError
-from loadstone.loader.tensors.device import memory_limit
+from loadstone.loader.files import memory
 
 _PLANS = 16
 """Most plans kept: of the memberships that batches had lately."""
@@ -97,7 +97,7 @@ class Attacher:
     def __init__(self, model: nn.Module, limit: int) -> None:
         self._modules = dict(model.named_modules())
         self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self._limit = limit or memory_limit(self._device) // 4
+        self._limit = limit or _memory_of(self._device) // 4
         self._lock = threading.Lock()
         self._gate = _gate_of(model)
         self._attached: OrderedDict[int, _Attached] = OrderedDict()
@@ -254,6 +254,13 @@ class Attacher:
             self._plans.clear()
         for key in [key for key in self._plans if uid in key]:
             del self._plans[key]
+
+
+def _memory_of(device: torch.device) -> int:
+    """Return how many bytes this process may use where a model computes."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return memory.limit()
 
 
 class _Gate:
