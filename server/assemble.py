@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from loadstone.adapters.pool import AdapterPool
@@ -46,9 +47,9 @@ class Loaded:
         return Answer(plan, self.text)
 
     def warm_up(self) -> None:
-        """Compute one token: returns when every weight that takes has arrived."""
+        """Compute one token: returns when every weight that takes has arrived, and the device is done."""
         token = min(self.facts.ends, default=0)
-        self.decoder.logits([token], self.decoder.new_cache())
+        self.decoder.logits([token], self.decoder.new_cache()).cpu()
 
     def close(self) -> None:
         """Let go of adapters and files."""
@@ -62,8 +63,11 @@ def assemble(
     settings: Settings,
     storage_options: Mapping[str, object] | None = None,
 ) -> Loaded:
-    """Put everything together; no parameter is waited for."""
-    model = load_model(checkpoint, settings=settings)
+    """Put everything together, on ``settings.device``; no parameter is waited for."""
+    place = torch.device(settings.device)
+    if place.type == "cuda" and place.index is not None:
+        torch.cuda.set_device(place)  # this thread's: kernels that do not ask where tensors are take it
+    model = load_model(checkpoint, device=settings.device, settings=settings)
     return Loaded(
         checkpoint=checkpoint,
         decoder=Decoder(model),

@@ -121,7 +121,7 @@ class Answer:
         """Return the token's log-probability by the model itself, before temperature and penalties."""
         if self._plan.logprobs is None:
             return ()
-        scores = torch.log_softmax(logits[0], dim=-1)
+        scores = torch.log_softmax(logits[0], dim=-1).cpu()  # at once: each number below is a copy otherwise
         best = torch.topk(scores, self._plan.logprobs).indices.tolist()
         tokens = list(dict.fromkeys([token, *best]))
         names = dict(zip(tokens, self._text.names(tokens), strict=True))

@@ -15,6 +15,7 @@ from loadstone.errors import ClosedError, LoadstoneError, MissingExtraError
 from loadstone.loader.checkpoint import Checkpoint, open_checkpoint
 from loadstone.loader.locations import parse_location
 from loadstone.loader.source import Prefetch, Progress
+from loadstone.server.device import refuse_absent
 from loadstone.server.timeline import Timeline
 from loadstone.settings import Settings
 
@@ -63,6 +64,7 @@ class Startup:
         self.stage = "opening the checkpoint"
         self._location = location
         Roots(roots)  # a wrong one is told at once, not when the model is here
+        refuse_absent(settings.device)
         self._roots = tuple(roots)
         self._settings = settings
         self._cache = cache
@@ -102,6 +104,9 @@ class Startup:
         self._go.wait()
         self.stage = "importing torch and transformers"
         try:
+            from loadstone.loader.tensors.device import parse_device  # noqa: PLC0415  imports torch
+
+            parse_device(self._settings.device)  # what `refuse_absent` cannot tell, before more is imported
             from loadstone.server import assemble  # noqa: PLC0415  takes seconds
         except ImportError as error:
             raise MissingExtraError(

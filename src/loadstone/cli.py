@@ -208,6 +208,9 @@ def _add_service(commands: "_Commands[argparse.ArgumentParser]") -> None:
         "--port", type=_port, default=8000, help="port to listen on, 0 for any (default: 8000)"
     )
     serve.add_argument("--name", help="the base model's name in the API (default: the location's last part)")
+    serve.add_argument(
+        "--device", help="where to compute: cpu, cuda, cuda:1 (LOADSTONE_DEVICE; default: cpu)"
+    )
     adapters = commands.add_parser(
         "adapters", help="Load, unload or list a service's adapters; check one offline."
     )

@@ -19,6 +19,9 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _LONGEST = 1_000_000
 """Most seconds, eleven days: sockets take no more than 2**31 milliseconds."""
 
+_DEVICE = re.compile(r"(?!meta\b)[a-z]+(:\d{1,4})?")
+"""How torch writes devices; the one called ``meta`` cannot compute."""
+
 _CHOICES = {"adapter_values": ("warn", "refuse"), "adapter_experts": ("auto", "in_out", "out_in")}
 
 
@@ -45,8 +48,11 @@ class Settings:
         Seconds that one piece of work may spend on temporary failures before it gives up.
     verify : bool
         Compare every file with its published digest when a checkpoint is opened; this reads all of it.
+    device : str
+        Where the service computes, as torch writes it: ``cpu``, ``cuda``, ``cuda:1``.
     adapter_bytes : int
-        Most bytes of adapters attached to the model; 0: a quarter of the memory this process may use.
+        Most bytes of adapters attached to the model; 0: a quarter of the memory this process may use, or of
+        the accelerator's, for a model that is on one.
     adapter_values : str
         What happens to adapters that hold NaN or infinite values, or change nothing because every B is zero:
         ``warn`` or ``refuse``.
@@ -77,6 +83,7 @@ class Settings:
     stall_timeout: float = 20.0
     retry_seconds: float = 120.0
     verify: bool = False
+    device: str = "cpu"
     adapter_bytes: int = 0
     adapter_values: str = "warn"
     adapter_experts: str = "auto"
@@ -103,6 +110,10 @@ class Settings:
         for name in ("max_body_bytes", "max_running"):
             if getattr(self, name) < 1:
                 raise SettingsError(f"{name} is {getattr(self, name)}; use 1 or more")
+        if not _DEVICE.fullmatch(self.device):
+            raise SettingsError(
+                f"device is {self.device!r:.100}; use cpu, cuda, or one by its number: cuda:1"
+            )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise SettingsError(f"{name} is {getattr(self, name)!r}; use one of {', '.join(choices)}")

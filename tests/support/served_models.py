@@ -73,13 +73,22 @@ def make_adapter(folder: Path, base: Path, seed: int, *, rank: int = 4, scale: f
     return folder
 
 
-def reference(base: Path, prompt: str, adapter: Path | None = None, tokens: int = 12, **options: Any) -> str:
+def reference(
+    base: Path,
+    prompt: str,
+    adapter: Path | None = None,
+    tokens: int = 12,
+    *,
+    device: str = "cpu",
+    **options: Any,
+) -> str:
     """Return what transformers, or PEFT, says on a copy of its own."""
     model: Any = LlamaForCausalLM.from_pretrained(base)
     if adapter is not None:
         model = PeftModel.from_pretrained(model, str(adapter))
+    model = model.to(device)
     tokenizer = AutoTokenizer.from_pretrained(base)
-    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
     output = model.generate(input_ids=ids, max_new_tokens=tokens, **({"do_sample": False} | options))
     whole = str(tokenizer.decode(output[0], skip_special_tokens=True))
     assert whole.startswith(prompt)

@@ -5,28 +5,38 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 
 from loadstone.server.engine import Engine
 from loadstone.server.listen import Server
 from loadstone.server.startup import Startup
 from loadstone.settings import Settings
 
+if TYPE_CHECKING:
+    import openai
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Service:
-    """A running service and clients for it."""
+    """A running service and clients for it; ``held`` is left when it ends."""
 
     url: str
     engine: Engine
     http: httpx.Client
-    client: openai.OpenAI
+    held: ExitStack
+
+    @cached_property
+    def client(self) -> "openai.OpenAI":
+        """OpenAI's own client, imported by whoever wants it."""
+        from openai import OpenAI  # most tests need not have it
+
+        return self.held.enter_context(OpenAI(base_url=f"{self.url}/v1", api_key="unused", max_retries=0))
 
     def until(self, condition: str, seconds: float = 20.0) -> None:
         """Wait until the engine is ``"idle"`` or ``"busy"``."""
@@ -86,10 +96,9 @@ def run_service(
         try:
             assert listening.wait(20)
             url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-            with httpx.Client(base_url=url, timeout=60) as http:
+            with httpx.Client(base_url=url, timeout=60) as http, ExitStack() as held:
                 _until_ready(http)
-                with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
-                    yield Service(url, engine, http, client)
+                yield Service(url, engine, http, held)
         finally:
             server.should_exit = True
             thread.join(30)

@@ -16,6 +16,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     settings = Settings.from_env()
     if getattr(args, "cache", None):
         settings = dataclasses.replace(settings, cache_dir=args.cache)
+    if getattr(args, "device", None) is not None:
+        settings = dataclasses.replace(settings, device=args.device)
     return settings
 
 
