@@ -5,7 +5,7 @@ one object of it, pinned to one version. Both are protocols, so that a checkpoin
 a local file is simply a blob whose every byte is ready.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -175,8 +175,11 @@ class Source(Protocol):
         """Wait until what is complete would survive a power cut; ``False`` when ``timeout`` passed first."""
         ...
 
-    def passing(self) -> str:
-        """Say why what is brought here goes with this process; empty when other processes find it too."""
+    def passing(self, names: Collection[str] | None = None) -> str:
+        """Say why what is brought here goes with this process; empty when other processes find it too.
+
+        ``names`` asks about those open objects alone.
+        """
         ...
 
     def close(self) -> None:

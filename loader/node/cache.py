@@ -62,6 +62,7 @@ class NodeCache:
         self.folder: Path | None = None
         self.sealed: SealedFolder | None = None
         self.problem = ""
+        self._refused = ""
         self._refs: References | None = None
         self._arena: Arena | None = None
         self._leases: Leases | None = None
@@ -82,8 +83,8 @@ class NodeCache:
         try:
             self._arena = adopt(address)
         except CacheError as error:
-            self.problem = f"{error}; fetched bytes stay in memory"
-            warn_once(self.problem)
+            self.problem = str(error)
+            warn_once(f"{self.problem}; fetched bytes stay in memory")
 
     def _use(self, path: Path) -> None:
         reason = refusal(path)
@@ -99,9 +100,9 @@ class NodeCache:
         except (OSError, CacheError) as error:
             reason = str(error)
         if reason is not None:
-            self.problem = f"the node cache {path} is not used: {reason}; fetched bytes stay in memory"
+            self.problem = f"the node cache {path} is not used: {reason}"
             if self._warn:
-                warn_once(self.problem)
+                warn_once(f"{self.problem}; fetched bytes stay in memory")
             return
         self.folder = path
         self._refs = References(path)
@@ -130,8 +131,9 @@ class NodeCache:
         """Say why `keeps` can be untrue."""
         if self.sealed is not None:
             return f"the node cache {self.sealed.folder} is read-only, and not all of it is there"
-        used = self.folder is not None or self._inherited
-        return "the node cache took not all of it" if used else "the node cache is not used"
+        if self.folder is None and not self._inherited:
+            return self.problem or "the node cache is switched off (LOADSTONE_CACHE_DIR=none)"
+        return "the node cache took not all of it" + (self._refused and f": {self._refused}")
 
     @property
     def _inherited(self) -> bool:
@@ -322,6 +324,7 @@ class NodeCache:
         return StoredBlob(name, size)
 
     def _in_memory(self, name: str, version: Version, reason: str) -> StoredBlob:
+        self._refused = reason
         warn_once(f"{name} is kept in memory and not in the node cache: {reason}", str(self.folder))
         return StoredBlob(name, version.size)
 

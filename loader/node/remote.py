@@ -14,7 +14,7 @@ parent does; connections, threads and locks are renewed below.
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -229,10 +229,11 @@ class RemoteSource:
         """Wait until complete blobs are sealed; ``False`` when ``timeout`` seconds went by first."""
         return self.cache.settle(timeout)
 
-    def passing(self) -> str:
+    def passing(self, names: Collection[str] | None = None) -> str:
         """Say why its bytes go with this process; see `source.Source.passing`."""
         with self._lock:
-            blobs = [blob for blob in self._blobs.values() if blob.size and not blob.closed]
+            chosen = [blob for name, blob in self._blobs.items() if names is None or name in names]
+        blobs = [blob for blob in chosen if blob.size and not blob.closed]
         if any(isinstance(blob.stored, WholeBlob) for blob in blobs):
             return "the store gives no strong ETag that would tell versions apart"
         return "" if all(self.cache.keeps(blob.stored) for blob in blobs) else self.cache.lack

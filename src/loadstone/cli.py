@@ -153,7 +153,11 @@ def _add_fetching(commands: "_Commands[argparse.ArgumentParser]") -> None:
     _reading(verify)
     _json(verify)
     prefetch = _command(
-        commands, "prefetch", "fetch:prefetch", "Bring a checkpoint to this machine's node cache."
+        commands,
+        "prefetch",
+        "fetch:prefetch",
+        "Bring a checkpoint to this machine's node cache. The exit status is 1 when others would find "
+        "nothing of it there, 3 when they find a part.",
     )
     _reading(prefetch)
     prefetch.add_argument(
@@ -272,7 +276,7 @@ def _add_measuring(commands: "_Commands[argparse.ArgumentParser]") -> None:
         "--bandwidth", metavar="SIZE", help="read the location through a link of so many bytes a second"
     )
     loader = _command(kinds, "loader", "bench:loader", "Loading from a local disk, beside the other loaders.")
-    _pieces(loader, "2G", 3, "resident, usable, many, model, layer or memory")
+    _pieces(loader, "2G", 3, "resident, usable, many, model, layer, memory, gpu, gpu-cold or gpu-model")
     transfer = _command(
         kinds, "transfer", "bench:transfer", "From an object store to this machine, beside the other clients."
     )

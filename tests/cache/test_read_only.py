@@ -264,4 +264,11 @@ def test_a_command_reads_the_folder_and_inherits_the_rest(
         assert told.err.count("is kept in memory") == told.err.count("\n") == (0 if complete else 1)
         missing = {} if complete else {entry.location.rpartition("/")[2]: entry.size for entry in weights}
         assert {name: count for name, count in hook.sent.items() if count} == missing
+        prefetch = [sys.executable, "-m", "loadstone", "prefetch", server.url, "--cache", str(cache)]
+        done = subprocess.run([*within, *prefetch], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == (0 if complete else 1)
+        lacking = (
+            f"is kept for other processes: the node cache {cache} is read-only, and not all of it is there"
+        )
+        assert (lacking in done.stderr) is not complete
     cache.chmod(0o700)

@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -141,8 +141,8 @@ class LateSource:
     def settle(self, timeout: float | None = None) -> bool:
         return self._real.settle(timeout)
 
-    def passing(self) -> str:
-        return self._real.passing()
+    def passing(self, names: Collection[str] | None = None) -> str:
+        return self._real.passing(names)
 
     def close(self) -> None:
         self._real.close()

@@ -10,7 +10,9 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tests.support.tiny_model import write_tiny_checkpoint
 
 import loadstone
@@ -224,21 +226,55 @@ def plain_server(checkpoint: Path) -> Iterator[str]:
             server.shutdown()
 
 
-def test_prefetch_says_when_nothing_is_kept(
-    tmp_path: Path, plain_server: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("words", [[], ["--until", "header"], ["lm_head.*", "--json"]])
+def test_prefetch_fails_when_nothing_is_kept(
+    words: list[str],
+    tmp_path: Path,
+    plain_server: str,
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    cache = ["--cache", str(tmp_path / "cache")]
-    warning = " is not kept for other processes: "
-    assert main(["prefetch", plain_server, *cache]) == 0
-    assert f"{warning}the store gives no strong ETag" in capsys.readouterr().err
-    with FileServer(checkpoint) as server:
-        assert main(["prefetch", server.url, "--cache", "none"]) == 0
-        assert f"{warning}the node cache is not used" in capsys.readouterr().err
-        for where, kept in ((cache, True), (["--cache", "none"], False)):
-            assert main(["prefetch", server.url, "--json", *where]) == 0
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with FileServer(checkpoint, hook=(link := Link())) as server:
+        for location, folder, reason in (
+            (plain_server, "cache", "the store gives no strong ETag"),
+            (server.url, "none", "the node cache is switched off"),
+            (server.url, "open", f"the node cache {tmp_path}/open is not used: its mode is 777"),
+            (server.url, "open/cache", ""),
+        ):
+            cache = folder if folder == "none" else str(tmp_path / folder)
+            assert main(["prefetch", location, *words, "--cache", cache]) == (1 if reason else 0)
             told = capsys.readouterr()
-            assert json.loads(told.out.splitlines()[-1])["kept"] is kept
-            assert (warning in told.err) is not kept
+            assert f"is kept for other processes: {reason}" in told.err or not reason
+            assert told.err.count("error: nothing of ") == bool(reason)
+            if reason:
+                assert told.out == ""
+                assert link.bytes_sent < 3 * 2**16  # what an opening takes, and no more
+
+
+def test_prefetch_tells_a_part_by_its_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"model-1.safetensors": 2**20, "model-2.safetensors": 3 * 2**20}
+    (tmp_path / "model").mkdir()
+    for file, size in sizes.items():
+        save_file({f"{file}.w": np.ones(size, np.uint8)}, tmp_path / "model" / file)
+    index = {"weight_map": {f"{file}.w": file for file in sizes}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    monkeypatch.setenv("LOADSTONE_CACHE_BYTES", "2M")
+    with FileServer(tmp_path / "model", hook=(link := Link())) as server:
+        for patterns, status, kept in (([], 3, False), (["model-1*"], 0, True), (["model-2*"], 1, None)):
+            where = ["--cache", str(tmp_path / "cache"), "--json"]
+            assert main(["prefetch", server.url, *patterns, *where]) == status
+            told = capsys.readouterr()
+            assert (json.loads(told.out.splitlines()[-1])["kept"] if told.out else None) is kept
+            assert ("1 of 2 files are not kept for other processes, such as model-2" in told.err) is (
+                status == 3
+            )
+            assert ("error: nothing of " in told.err) is (status == 1)
+            assert ("raise LOADSTONE_CACHE_BYTES" in told.err) is (status != 0)
+        assert link.bytes_sent < 2 * 2**20  # the larger one was not brought for nobody
 
 
 def test_prefetch_json_ends_with_a_done_event(

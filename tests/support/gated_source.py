@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from loadstone.errors import LoadstoneError, StalledError
@@ -151,8 +151,8 @@ class GatedSource:
     def settle(self, timeout: float | None = None) -> bool:
         return True
 
-    def passing(self) -> str:
-        return self._real.passing()
+    def passing(self, names: Collection[str] | None = None) -> str:
+        return self._real.passing(names)
 
     def close(self) -> None:
         self._real.close()

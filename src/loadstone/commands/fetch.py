@@ -7,34 +7,46 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from loadstone.commands.common import open_checkpoint
-from loadstone.display import follow, human_bytes, human_seconds
+from loadstone.display import counted, follow, human_bytes, human_seconds
+from loadstone.errors import CacheError
 from loadstone.loader.order import first_layer
 from loadstone.loader.source import Progress
+
+if TYPE_CHECKING:
+    from loadstone.loader.checkpoint import Checkpoint
 
 SETTLE_SECONDS = 60.0
 """How long to wait for the disk; what is not on it by then is checked or fetched again after a power cut."""
 
 
+PART = 3
+"""Exit status when other processes find a part of what was asked for, and not all."""
+
+
 def prefetch(args: argparse.Namespace) -> int:
-    """Fetch until the headers, the first layer, or everything that was asked for is here."""
+    """Fetch until the headers, the first layer, or everything that was asked for is here for others too."""
     began = time.monotonic()
     with open_checkpoint(args) as checkpoint:
         infos = [checkpoint.info(name) for name in checkpoint.match(args.patterns or None)]
-        if args.until == "header":
-            infos = []
-        elif args.until == "first-layer":
+        if args.until == "first-layer":
             infos = first_layer(infos)
+        files = {info.file for info in infos}
+        passing = _passing(checkpoint, files)
+        # What nobody would find afterwards is not worth bringing.
+        wanted = [info for info in infos if info.file not in passing and args.until != "header"]
         progress = Progress(0, 0, 0, 0.0)
-        if infos:
-            everything = not args.patterns and args.until == "all"
-            handle = checkpoint.prefetch(None if everything else [info.name for info in infos])
+        if wanted:
+            everything = not args.patterns and args.until == "all" and not passing
+            handle = checkpoint.prefetch(None if everything else [info.name for info in wanted])
             follow(handle, checkpoint.name, as_json=args.json)
             progress = handle.progress()
         seconds = time.monotonic() - began
         checkpoint.source.settle(SETTLE_SECONDS)
-        passing = checkpoint.source.passing()
+        passing = _passing(checkpoint, files)
         if args.json:
             # The same counts as in the progress events: tensors, and the small files beside the weights.
             done = {
@@ -48,8 +60,29 @@ def prefetch(args: argparse.Namespace) -> int:
             }
             print(json.dumps(done))
         else:
-            what = f"{len(infos)} tensors, {human_bytes(sum(info.nbytes for info in infos))}"
+            what = f"{len(wanted)} tensors, {human_bytes(sum(info.nbytes for info in wanted))}"
             print(f"{checkpoint.name}: {what}, here after {human_seconds(seconds)}", file=sys.stderr)
-        if passing:
-            print(f"warning: {checkpoint.name} is not kept for other processes: {passing}", file=sys.stderr)
-    return 0
+        for file, reason in list(passing.items())[:1]:
+            count = f"{len(passing)} of {counted(len(files), 'file')}"
+            print(
+                f"warning: {count} are not kept for other processes, such as {file}: {reason}",
+                file=sys.stderr,
+            )
+    return PART if passing else 0
+
+
+def _passing(checkpoint: "Checkpoint", files: Collection[str]) -> dict[str, str]:
+    """Return the files that other processes would not find, and why.
+
+    Raises
+    ------
+    CacheError
+        They would find none.
+    """
+    found = {file: reason for file in sorted(files) if (reason := checkpoint.source.passing([file]))}
+    if found and len(found) == len(files):
+        raise CacheError(
+            f"nothing of {checkpoint.name} is kept for other processes: {next(iter(found.values()))}; name "
+            "another folder with --cache, or let each process fetch for itself"
+        )
+    return found
