@@ -305,12 +305,12 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
             Where to put them. CUDA devices are written through page-locked buffers of bounded size.
         """
         infos = [self._infos[name] for name in self.match(patterns)]
-        pairs = stream.stream(infos, order, self._reader, self._begin, copy=copy)
+        batches = stream.stream(infos, order, self._reader, self._begin, copy=copy)
         if device == "cpu":
-            return pairs
-        from loadstone.loader.tensors.device import to_device  # noqa: PLC0415  imports torch
+            return (pair for batch in batches for pair in batch)
+        from loadstone.loader.tensors.device import parse_device, to_device  # noqa: PLC0415  imports torch
 
-        return to_device(pairs, device)
+        return to_device(batches, parse_device(device))
 
     def file_order(self) -> list[str]:
         """Return all names in the order in which they lie in the files."""

@@ -293,3 +293,12 @@ def _advise(buffer: memoryview, span: ByteRange, advice: int) -> int:
         return 0
     base = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     return int(_madvise(base + start, stop - start, advice))
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Map the pages of ``nbytes`` of this process's memory, reading those that are not here, in one call.
+
+    Where the kernel cannot, their first use does it.
+    """
+    start = address // _PAGE * _PAGE
+    _madvise(start, address + nbytes - start, _POPULATE_READ)

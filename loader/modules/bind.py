@@ -27,6 +27,7 @@ from loadstone.loader.modules.pending import (
     redirect,
     settle,
 )
+from loadstone.loader.tensors.device import to_device
 from loadstone.loader.tensors.views import torch_dtype, torch_shape
 
 if TYPE_CHECKING:
@@ -347,10 +348,14 @@ def move(module: nn.Module, device: str | torch.device) -> None:
     """Put the tensors of ``module`` on ``device``: plain ones now, pending ones when they are first used."""
     # With its number: pending tensors may be settled by a thread whose current device is another.
     target = torch.empty(0, device=device).device
+    plain = []
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.device == target:
             continue
         if isinstance(tensor, Pending):
             redirect(tensor, target)
         else:
-            tensor.data = tensor.data.to(target)
+            plain.append(tensor)
+    contents = [("", tensor.data.contiguous()) for tensor in plain]
+    for tensor, (_, moved) in zip(plain, to_device([contents], target), strict=True):
+        tensor.data = moved

@@ -1,75 +1,19 @@
-"""Moves tensors to an accelerator while others are still arriving.
+"""Moves tensors to other devices while others are still arriving.
 
-Bytes go through two page-locked buffers of bounded size: while one is on its way over the bus, on a stream
-of its own, the other is being filled. A tensor handed out is of the memory of the stream that was the
-caller's current one when it asked, is complete for every kernel queued there afterwards, and shares no memory
-with the buffers; for use on another stream, torch's usual rules hold (``wait_stream``, ``record_stream``).
-A full device is torch's own ``OutOfMemoryError``.
-
-Ownership: a `DeviceWriter` belongs to one thread, its two buffers to it alone; each has an event that says
-when the copy out of it is over. The two streams wait for each other on the device; this thread waits only for
-a buffer to be free.
+Ownership: the iterator that `to_device` returns belongs to one thread, as does the writer inside.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import torch
 
 from loadstone.errors import SettingsError
-from loadstone.loader.ranges import ByteRange, split
+from loadstone.loader.tensors.device_writer import DeviceWriter
 
-STAGING = 16 * 1024 * 1024
-"""Bytes of each of the two page-locked buffers."""
-
-
-@dataclass(slots=True)
-class _Buffer:
-    memory: torch.Tensor
-    free: torch.cuda.Event
-
-
-class DeviceWriter:
-    """Copies host tensors to one CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        if (
-            device.type == "cuda" and device.index is None
-        ):  # the current one may be another at the next tensor
-            device = torch.device("cuda", torch.cuda.current_device())
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch gives it no types
-        self._buffers = [_Buffer(_page_locked(STAGING), _event()) for _ in range(2)]
-        self._turn = 0
-
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a contiguous host tensor on the device."""
-        if tensor.numel() == 0:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        source = tensor.reshape(-1).view(torch.uint8)
-        target = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)  # the target's memory may still be in use by work queued there
-        try:
-            for part in split(ByteRange(0, source.numel()), STAGING):
-                self._send(source[part.start : part.stop], target[part.start : part.stop])
-        finally:  # also when cut short: the target's memory goes back to that stream, with copies under way
-            current.wait_stream(self._stream)
-        return target.view(tensor.dtype).view(tensor.shape)
-
-    def close(self) -> None:
-        """Wait until nothing is on its way out of the buffers."""
-        self._stream.synchronize()
-
-    def _send(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        buffer = self._buffers[self._turn]
-        self._turn = 1 - self._turn
-        buffer.free.synchronize()
-        staged = buffer.memory[: source.numel()]
-        staged.copy_(source)
-        with torch.cuda.stream(self._stream):
-            target.copy_(staged, non_blocking=True)
-            buffer.free.record(self._stream)
+Named = tuple[str, torch.Tensor]
+Batches = Iterable[Sequence[Named]]
+"""Named tensors as they come; an empty sequence says that the next one will take a while."""
 
 
 def parse_device(device: str | int | torch.device) -> torch.device:
@@ -96,30 +40,36 @@ def parse_device(device: str | int | torch.device) -> torch.device:
     return parsed
 
 
-def to_device(
-    tensors: Iterable[tuple[str, torch.Tensor]], device: str | int | torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return named tensors on ``device``, in the order in which they come; on the CPU, as they are."""
-    place = parse_device(device)
-    return _written(tensors, place) if place.type == "cuda" else _moved(tensors, place)
+def to_device(batches: Batches, device: torch.device) -> Iterator[Named]:
+    """Yield named tensors on ``device``, in the order in which they come; on the CPU, as they are.
+
+    For CUDA, some are begun ahead of the one that is yielded, except across an empty batch.
+    """
+    if device.type == "cuda":
+        return _written(batches, device)
+    return ((name, tensor.to(device)) for batch in batches for name, tensor in batch)
 
 
-def _written(
-    tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _written(batches: Batches, device: torch.device) -> Generator[Named]:
     writer = DeviceWriter(device)
+    begun: deque[tuple[str, torch.Tensor, int]] = deque()
+
+    def hand_out(*, everything: bool) -> Iterator[Named]:
+        while begun and (everything or writer.finished(begun[0][2])):
+            name, tensor, turn = begun.popleft()
+            writer.finish(turn)
+            yield name, tensor
+
     try:
-        for name, tensor in tensors:
-            yield name, writer.put(tensor)
+        for batch in batches:
+            for name, tensor in batch:
+                begun.append((name, *writer.begin(tensor)))
+                yield from hand_out(everything=False)
+            if not batch:
+                yield from hand_out(everything=True)
+        yield from hand_out(everything=True)
     finally:
         writer.close()
-
-
-def _moved(
-    tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, tensor in tensors:
-        yield name, tensor.to(device)
 
 
 def _check_cuda(device: torch.device) -> None:
@@ -128,17 +78,6 @@ def _check_cuda(device: torch.device) -> None:
         raise SettingsError(f"device '{device}' is not there: this torch sees no CUDA device; use 'cpu'")
     if device.index is not None and device.index >= count:
         raise SettingsError(f"device '{device}' is not there: this torch sees {count}, numbered from 0")
-
-
-def _page_locked(size: int) -> torch.Tensor:
-    try:
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-    except RuntimeError:  # no more memory may be locked: slower, and as right, since CUDA then copies at once
-        return torch.empty(size, dtype=torch.uint8, device="cpu")
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch gives it no types
 
 
 def _first_line(error: Exception) -> str:

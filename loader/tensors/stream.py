@@ -25,8 +25,10 @@ def stream(
     begin: Callable[[Iterable[TensorInfo]], Prefetch],
     *,
     copy: bool,
-) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Yield (name, tensor) in ``order``, while everything is being brought here.
+) -> "Iterator[list[tuple[str, torch.Tensor]]]":
+    """Yield lists of (name, tensor) in ``order``, while everything is being brought here.
+
+    An empty list says that what comes next has not arrived yet: asking for it will wait.
 
     Parameters
     ----------
@@ -46,8 +48,12 @@ def stream(
     read = reader.copies if copy else reader.tensors
     try:
         for batch in _arriving(pending, reader, handle) if order == "arrival" else [pending]:
+            if not batch:
+                yield []
             for few in _in_pieces(batch):
-                yield from zip([info.name for info in few], read(few), strict=True)
+                if order != "arrival" and not all(map(reader.is_ready, few)):
+                    yield []
+                yield list(zip([info.name for info in few], read(few), strict=True))
     finally:
         handle.cancel()
 
@@ -55,7 +61,7 @@ def stream(
 def _arriving(
     pending: Sequence[TensorInfo], reader: "Reader", handle: Prefetch
 ) -> Iterator[list[TensorInfo]]:
-    """Yield what can be used by now, again and again, until that was everything."""
+    """Yield what can be used by now, again and again, until that was everything; nothing ahead of a wait."""
     rest = iter(pending)
     near: list[TensorInfo] = []
     while near := [*near, *islice(rest, _LOOK - len(near))]:
@@ -65,9 +71,8 @@ def _arriving(
             (ready if reader.is_ready(info) else late).append(info)
         if not ready and handle.done():
             ready, late = near[:1], near[1:]  # reading it brings it, or raises what stopped the rest
-        if ready:
-            yield ready
-        else:
+        yield ready
+        if not ready:
             handle.wait(_PAUSE)
         near = late
 

@@ -1,7 +1,10 @@
 """Tensors on other devices."""
 
 import contextlib
-from collections.abc import Mapping
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,10 @@ from tests.support.checkpoints import BITS, model_tensors, write_file, write_sha
 import loadstone
 from loadstone.errors import SettingsError
 from loadstone.loader import safe_open
-from loadstone.loader.tensors import device
-from loadstone.loader.tensors.device import DeviceWriter, parse_device, to_device
+from loadstone.loader.tensors import device_writer
+from loadstone.loader.tensors.crew import Crew
+from loadstone.loader.tensors.device import _written, parse_device, to_device
+from loadstone.loader.tensors.device_writer import DeviceWriter
 
 gpu = pytest.mark.gpu
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -80,38 +85,120 @@ class FakeCuda:
     def record(self, stream: object) -> None:
         self.log.append("record")
 
+    def query(self) -> bool:
+        return False
 
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+
+@pytest.fixture(params=[1, 2, 8])
+def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     fake = FakeCuda()
-    monkeypatch.setattr(device, "STAGING", 64)
-    monkeypatch.setattr(device, "_page_locked", lambda size: torch.empty(size, dtype=torch.uint8))
-    monkeypatch.setattr(device, "_event", lambda: fake)
+    monkeypatch.setattr(device_writer, "PIECE", 64)
+    monkeypatch.setattr(device_writer, "_page_locked", lambda size: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(device_writer, "_event", lambda: fake)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(request.param))
     monkeypatch.setattr(torch.cuda, "Stream", lambda place: fake)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda place: fake)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     return fake
 
 
-def test_pieces_go_through_both_buffers_in_turn(tmp_path: Path, fake: FakeCuda) -> None:
-    _check_every_dtype(tmp_path, DeviceWriter(torch.device("cpu")))
-    fake.log.clear()
-    DeviceWriter(torch.device("cpu")).put(torch.zeros(65, dtype=torch.uint8))
-    assert fake.log == ["wait_stream", *["synchronize", "record"] * 2, "wait_stream"]
-
-
-def test_memory_given_back_by_a_failure_is_first_waited_for(
-    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_go_through_the_buffers_in_turn(tmp_path: Path, fake: FakeCuda) -> None:
     writer = DeviceWriter(torch.device("cpu"))
+    _check_every_dtype(tmp_path, writer)
+    fake.log.clear()
+    put(writer, torch.zeros(65, dtype=torch.uint8))
+    writer.close()
+    assert [entry for entry in fake.log if entry != "synchronize"] == [
+        "wait_stream",
+        *["record"] * 2,
+        *["wait_stream"] * 2,
+    ]
 
-    def interrupted(self: DeviceWriter, source: torch.Tensor, target: torch.Tensor) -> None:
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(DeviceWriter, "_send", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        writer.put(torch.zeros(65, dtype=torch.uint8))
-    assert fake.log == ["wait_stream", "wait_stream"]
+def test_a_buffer_is_used_again_only_when_the_bus_is_done_with_it(fake: FakeCuda) -> None:
+    writer = DeviceWriter(torch.device("cpu"))
+    buffers = 2 * len(os.sched_getaffinity(0))
+    put(writer, torch.zeros(64 * buffers, dtype=torch.uint8))
+    assert "synchronize" not in fake.log
+    put(writer, torch.zeros(64, dtype=torch.uint8))
+    assert fake.log.count("synchronize") == 1
+    assert len(writer._idle) == writer._made == buffers
+    writer.close()
+
+
+def test_many_tensors_begun_ahead_come_in_order(fake: FakeCuda) -> None:
+    tensors = [(str(number), torch.full((number % 700,), number % 251)) for number in range(1500)]
+    got = list(_written([tensors[:700], [], tensors[700:701], [], [], tensors[701:]], torch.device("cpu")))
+    assert [name for name, _ in got] == [name for name, _ in tensors]
+    assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in zip(got, tensors, strict=True))
+    assert not _copying_threads()
+
+
+def test_nothing_is_held_back_while_the_next_one_takes_a_while(fake: FakeCuda) -> None:
+    asked: list[int] = []
+
+    def arriving() -> Iterator[list[tuple[str, torch.Tensor]]]:
+        for number in range(5):
+            asked.append(number)
+            yield [(str(number), torch.full((100,), number))]
+            yield []
+
+    moving = _written(arriving(), torch.device("cpu"))
+    for number in range(5):
+        name, tensor = next(moving)
+        assert (name, set(tensor.tolist()), asked[-1]) == (str(number), {number}, number)
+
+
+def test_an_iteration_given_up_leaves_no_thread_and_no_copy_under_way(fake: FakeCuda) -> None:
+    moving = _written([[(str(n), torch.ones(500)) for n in range(90)]], torch.device("cpu"))
+    next(moving)
+    fake.log.clear()
+    moving.close()
+    assert fake.log[-2:] == ["wait_stream", "synchronize"]
+    assert not _copying_threads()
+
+
+def test_a_source_that_fails_ends_the_iteration_and_the_threads(fake: FakeCuda) -> None:
+    def failing() -> Iterator[list[tuple[str, torch.Tensor]]]:
+        yield [(str(n), torch.ones(500)) for n in range(9)]
+        raise loadstone.LoadstoneError("gone")
+
+    with pytest.raises(loadstone.LoadstoneError, match="gone"):
+        list(_written(failing(), torch.device("cpu")))
+    assert fake.log[-2:] == ["wait_stream", "synchronize"]
+    assert not _copying_threads()
+
+
+def test_without_threads_the_caller_copies(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    tensors = [(str(n), torch.full((100 * n,), n)) for n in range(20)]
+    got = list(_written([tensors], torch.device("cpu")))
+    assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in zip(got, tensors, strict=True))
+
+
+def test_a_crew_lets_go_of_what_it_copied() -> None:
+    crew = Crew()
+    source = torch.arange(10, dtype=torch.uint8)
+    target, gone = torch.zeros_like(source), weakref.ref(source)
+    with crew.copy(target, source):
+        assert target.tolist() == list(range(10))
+    del source
+    assert gone() is None
+    crew.close()
+    assert not _copying_threads()
+
+
+def put(writer: DeviceWriter, tensor: torch.Tensor) -> torch.Tensor:
+    target, turn = writer.begin(tensor)
+    writer.finish(turn)
+    return target
+
+
+def _copying_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "loadstone-copy"]
 
 
 def test_without_page_locked_memory_ordinary_memory_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,13 +210,13 @@ def test_without_page_locked_memory_ordinary_memory_serves(monkeypatch: pytest.M
         return empty(*args, **options)
 
     monkeypatch.setattr(torch, "empty", limited)
-    assert device._page_locked(10).device.type == "cpu"
+    assert device_writer._page_locked(10).device.type == "cpu"
 
 
 @gpu
 @needs_cuda
 def test_cuda_bits_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "STAGING", 64)  # many turns of both buffers
+    monkeypatch.setattr(device_writer, "PIECE", 64)  # many turns of all buffers
     _check_every_dtype(tmp_path, DeviceWriter(parse_device("cuda")))
 
 
@@ -139,7 +226,7 @@ def _check_every_dtype(folder: Path, writer: DeviceWriter) -> None:
         write_file(path, {"w": (dtype, (30, 8)), "empty": (dtype, (0, 2)), "v": (dtype, (2,))})
         with loadstone.open(path) as ckpt:
             for tensor in ckpt.values():
-                moved = writer.put(tensor)
+                moved = put(writer, tensor)
                 assert moved.dtype == tensor.dtype
                 assert moved.shape == tensor.shape
                 if moved.numel():
@@ -151,10 +238,10 @@ def _check_every_dtype(folder: Path, writer: DeviceWriter) -> None:
 @gpu
 @needs_cuda
 def test_cuda_tensors_are_safe_to_keep_and_to_use_at_once() -> None:
-    size = 3 * device.STAGING // 4 + 4
+    size = 5 * device_writer.PIECE // 4 + 4
     sources = [(str(number), torch.full((size,), number, dtype=torch.int32)) for number in range(12)]
     kept = []
-    for name, tensor in to_device(sources, 0):
+    for name, tensor in to_device([sources], torch.device("cuda", 0)):
         kept.append((name, tensor, (tensor * 2).sum(dtype=torch.int64)))  # queued before the copy is over
     for name, tensor, total in kept:
         assert (tensor == int(name)).all().item()
@@ -164,12 +251,12 @@ def test_cuda_tensors_are_safe_to_keep_and_to_use_at_once() -> None:
 @gpu
 @needs_cuda
 def test_cuda_tensors_belong_to_the_stream_that_was_current() -> None:
-    size = device.STAGING // 4
+    size = 4 * device_writer.PIECE // 4
     sources = [(str(number), torch.full((size,), number, dtype=torch.int32)) for number in range(8)]
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         sums = []
-        for _, tensor in to_device(sources, "cuda"):
+        for _, tensor in to_device([sources], torch.device("cuda")):
             sums.append(tensor.sum(dtype=torch.int64))
             del tensor  # its memory may be used again at once: by this stream, so after the sum
     stream.synchronize()
@@ -225,17 +312,18 @@ def test_a_full_gpu_is_torchs_own_error_and_leaves_nothing(tmp_path: Path) -> No
     huge = torch.empty(1, dtype=torch.uint8).expand(2**45)
     writer = DeviceWriter(parse_device("cuda"))
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        writer.put(huge)
+        put(writer, huge)
     assert torch.cuda.memory_allocated() == before
-    assert torch.equal(writer.put(torch.arange(9)).cpu(), torch.arange(9))
+    assert torch.equal(put(writer, torch.arange(9)).cpu(), torch.arange(9))
 
 
 @gpu
 @needs_cuda
 def test_cuda_staging_is_bounded() -> None:
     writer = DeviceWriter(parse_device("cuda"))
-    big = torch.randint(0, 255, (5 * device.STAGING + 3,), dtype=torch.uint8)
-    moved = writer.put(big)
+    big = torch.randint(0, 255, (50 * device_writer.PIECE + 3,), dtype=torch.uint8)
+    moved = put(writer, big)
     writer.close()
     assert torch.equal(moved.cpu(), big)
-    assert sum(buffer.memory.nbytes for buffer in writer._buffers) == 2 * device.STAGING
+    assert writer._made == len(writer._idle) == 2 * writer._crew.size <= 16
+    assert all(buffer.memory.is_pinned() for buffer in writer._idle)

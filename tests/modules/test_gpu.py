@@ -86,5 +86,6 @@ def test_graph_capture_works_once_everything_is_here(saved: Saved) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             got = model(input_ids=ids, use_cache=False).logits
+        got.zero_()
         graph.replay()
-    assert torch.equal(got, want)
+    assert torch.allclose(got, want, atol=1e-5)  # other kernels may be chosen while capturing
