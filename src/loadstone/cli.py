@@ -6,10 +6,12 @@ request a few tenths of a second after the process starts.
 
 import argparse
 import importlib
+import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from loadstone.errors import LoadstoneError
 
@@ -35,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.showwarning = _show_warning
     module, function = args.target.split(":")
     try:
-        status = int(getattr(importlib.import_module(module), function)(args))
+        with _log_lines():
+            status = int(getattr(importlib.import_module(module), function)(args))
         if sys.stdout is not None:
             sys.stdout.flush()  # here, where a failure of it is still reported like any other
     except LoadstoneError as error:
@@ -70,6 +73,27 @@ def _split_command(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _show_warning(message: Warning | str, *_args: object, **_kwargs: object) -> None:
     print(f"warning: {message}", file=sys.stderr)
+
+
+class _LogLines(logging.Handler):
+    """Writes what is logged as commands write it: ``warning: …`` on what is standard error at the time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if sys.stderr is not None:
+                print(f"{record.levelname.lower()}: {self.format(record)}", file=sys.stderr)
+        except Exception:  # noqa: BLE001  as every handler does
+            self.handleError(record)
+
+
+@contextmanager
+def _log_lines() -> Iterator[None]:
+    log, handler = logging.getLogger("loadstone"), _LogLines(logging.WARNING)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 def build_parser() -> argparse.ArgumentParser:
