@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from loadstone.errors import SettingsError
+from loadstone.variables import PREFIX, warn_of_unknown
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _BOOLS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -130,7 +131,7 @@ class Settings:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> "Settings":
-        """Read the settings from ``env``.
+        """Read the settings from ``env``; one warning tells of each variable that looks like one and is none.
 
         Raises
         ------
@@ -138,17 +139,18 @@ class Settings:
             A value cannot be understood; the message names the variable.
         """
         values: dict[str, object] = {}
-        for setting in fields(cls):
-            own = f"LOADSTONE_{setting.name.upper()}"
+        known = {f"{PREFIX}{setting.name.upper()}": setting for setting in fields(cls)}
+        for own, setting in known.items():
             text = env.get(own)
             if text is not None:
                 values[setting.name] = _parse(own, text, type(setting.default))
+        warn_of_unknown(env, known)
         return cls(**values)  # type: ignore[arg-type]
 
     def environment(self) -> dict[str, str]:
         """Return this process's environment, with the variables that give a child the same settings."""
         own = {
-            f"LOADSTONE_{setting.name.upper()}": str(getattr(self, setting.name)) for setting in fields(self)
+            f"{PREFIX}{setting.name.upper()}": str(getattr(self, setting.name)) for setting in fields(self)
         }
         return {**os.environ, **own}
 
