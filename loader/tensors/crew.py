@@ -30,7 +30,7 @@ class Crew:
         self._threads: list[threading.Thread] = []
 
     def copy(self, runs: Sequence[Run], owners: object) -> threading.Lock:
-        """Begin to copy ``runs``, whose memory ``owners`` keep alive; return a lock that is free afterwards."""
+        """Begin to copy ``runs``, whose memory ``owners`` keep; return a lock that is free afterwards."""
         done = threading.Lock()
         done.acquire()
         if len(self._threads) < self.size:
