@@ -310,7 +310,7 @@ class NodeCache:
             folder = str(self.sealed.folder)
             warn_once(
                 f"{name} is kept in memory: the node cache {folder} is read-only, and has no complete copy "
-                "of this version",
+                "of this version that can be read",
                 folder,
             )
         return self._in_arena(name, key, version.size)
@@ -366,11 +366,12 @@ class NodeCache:
         assert self.folder is not None
         entries = by_last_use(self.entries())
         # A blob in use may still be filled up; what nobody uses stays as it is.
-        taken = sum(max(entry.allocated, entry.size if entry.pids else 0) for entry in entries)
+        held = sum(max(entry.allocated, entry.size) for entry in entries if entry.pids)
+        taken = held + sum(entry.allocated for entry in entries if not entry.pids)
         room = free_bytes(self.folder) + sum(entry.allocated for entry in entries)
         budget = min(self._settings.cache_bytes or int(room * 0.9), room)
         for entry in entries:
-            if taken + nbytes <= budget:
+            if taken + nbytes <= budget or held + nbytes > budget:  # enough, or all of it in vain
                 break
             if not entry.pids and self._evict(entry):
                 taken -= entry.allocated

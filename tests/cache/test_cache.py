@@ -214,6 +214,18 @@ def test_a_budget_is_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> Non
     assert [blob.ready(ByteRange(0, len(DATA))) for blob in held] == [True, True, True]
 
 
+def test_nothing_is_evicted_in_vain(folder: Path) -> None:
+    cache = new_cache(folder, cache_bytes=3 * len(DATA) + 200_000)
+    for name in "abc":
+        add(cache, name)
+    large = Version('"1"', 4 * len(DATA))
+    assert cache.blob("large", "large", large).place is None
+    held = cache.blob("a", "a", VERSION)
+    assert cache.blob("still too large", "still too large", Version('"1"', 3 * len(DATA))).place is None
+    assert names(cache) == ["a", "b", "c"]
+    assert held.ready(ByteRange(0, len(DATA)))
+
+
 def test_blobs_still_filling_count_in_full(folder: Path) -> None:
     cache = new_cache(folder, cache_bytes=2 * len(DATA) + 100_000)
     open_blobs = [cache.blob(name, name, VERSION) for name in "abc"]
