@@ -272,3 +272,24 @@ def test_a_command_reads_the_folder_and_inherits_the_rest(
         )
         assert (lacking in done.stderr) is not complete
     cache.chmod(0o700)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_listed_and_not_trimmed(kind: str, served: Served, cache: Path) -> None:
+    within, url = only_read(kind, cache), served.server.url
+
+    def run(*words: str) -> "subprocess.CompletedProcess[str]":
+        argv = [*within, sys.executable, "-m", "loadstone", *words, "--cache", str(cache)]
+        return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert run("status", url).returncode == 0
+    listed = json.loads(run("cache", "list", "--json").stdout)
+    assert listed["folder"] == str(cache)
+    assert [entry["location"].rpartition("/")[2] for entry in listed["entries"]] == list(FILES)
+    for words in (["trim", "0"], ["remove", url]):
+        done = run("cache", *words)
+        assert done.returncode == 1
+        assert done.stderr == (
+            f"error: the node cache {cache} is read-only here; do it where it can be written\n"
+        )
+    assert len(list((cache / "blobs").iterdir())) == len(FILES)

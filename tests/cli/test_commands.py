@@ -1,6 +1,7 @@
 """The commands as people and scripts meet them: output, JSON, one-line errors, exit statuses."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.support.tiny_model import write_tiny_checkpoint
 import loadstone
 from loadstone.bench.link import Link
 from loadstone.cli import build_parser, main
-from loadstone.fileserver import FileServer
+from loadstone.fileserver import FileServer, Hook
 
 
 @pytest.fixture
@@ -269,12 +270,34 @@ def test_prefetch_tells_a_part_by_its_status(
             assert main(["prefetch", server.url, *patterns, *where]) == status
             told = capsys.readouterr()
             assert (json.loads(told.out.splitlines()[-1])["kept"] if told.out else None) is kept
-            assert ("1 of 2 files are not kept for other processes, such as model-2" in told.err) is (
-                status == 3
-            )
+            assert ("other processes will not find all of 1 of 2 files: model-2" in told.err) is (status == 3)
             assert ("error: nothing of " in told.err) is (status == 1)
             assert ("raise LOADSTONE_CACHE_BYTES" in told.err) is (status != 0)
         assert link.bytes_sent < 2 * 2**20  # the larger one was not brought for nobody
+
+
+class Removing(Hook):
+    """Takes the cache's files away in the middle of a transfer."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+
+    def sending(self, path: str, offset: int, nbytes: int) -> None:
+        if offset > 2**20:
+            shutil.rmtree(self.cache / "blobs", ignore_errors=True)
+
+
+def test_prefetch_tells_what_was_lost_on_the_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    save_file({"w": np.ones(4 * 2**20, np.uint8)}, tmp_path / "model" / "model.safetensors")
+    monkeypatch.setenv("LOADSTONE_REQUEST_BYTES", "64K")
+    with FileServer(tmp_path / "model", hook=Removing(tmp_path / "cache")) as server:
+        assert main(["prefetch", server.url, "--cache", str(tmp_path / "cache"), "--json"]) == 3
+    told = capsys.readouterr()
+    assert json.loads(told.out.splitlines()[-1])["kept"] is False
+    assert "warning: other processes will not find all of 1 of 1 file: model.safetensors" in told.err
 
 
 def test_prefetch_json_ends_with_a_done_event(

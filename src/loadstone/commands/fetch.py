@@ -36,6 +36,12 @@ def prefetch(args: argparse.Namespace) -> int:
             infos = first_layer(infos)
         files = {info.file for info in infos}
         passing = _passing(checkpoint, files)
+        if passing and len(passing) == len(files):
+            reason = next(iter(passing.values()))
+            raise CacheError(
+                f"nothing of {checkpoint.name} is kept for other processes: {reason}; name another folder "
+                "with --cache, or let each process fetch for itself"
+            )
         # What nobody would find afterwards is not worth bringing.
         wanted = [info for info in infos if info.file not in passing and args.until != "header"]
         progress = Progress(0, 0, 0, 0.0)
@@ -62,27 +68,13 @@ def prefetch(args: argparse.Namespace) -> int:
         else:
             what = f"{len(wanted)} tensors, {human_bytes(sum(info.nbytes for info in wanted))}"
             print(f"{checkpoint.name}: {what}, here after {human_seconds(seconds)}", file=sys.stderr)
-        for file, reason in list(passing.items())[:1]:
+        if passing:
+            file, reason = next(iter(passing.items()))
             count = f"{len(passing)} of {counted(len(files), 'file')}"
-            print(
-                f"warning: {count} are not kept for other processes, such as {file}: {reason}",
-                file=sys.stderr,
-            )
+            print(f"warning: other processes will not find all of {count}: {file}: {reason}", file=sys.stderr)
     return PART if passing else 0
 
 
 def _passing(checkpoint: "Checkpoint", files: Collection[str]) -> dict[str, str]:
-    """Return the files that other processes would not find, and why.
-
-    Raises
-    ------
-    CacheError
-        They would find none.
-    """
-    found = {file: reason for file in sorted(files) if (reason := checkpoint.source.passing([file]))}
-    if found and len(found) == len(files):
-        raise CacheError(
-            f"nothing of {checkpoint.name} is kept for other processes: {next(iter(found.values()))}; name "
-            "another folder with --cache, or let each process fetch for itself"
-        )
-    return found
+    """Return the files that other processes would not find in full, and why."""
+    return {file: reason for file in sorted(files) if (reason := checkpoint.source.passing([file]))}
