@@ -7,16 +7,17 @@ them all.
 
 Ownership: a `RemoteSource` is used by all threads. ``_lock`` guards its table of blobs, ``_opening`` lets one
 `open` at a time through, ``_tidy`` one of its threads at a time at the node cache (many small file operations
-side by side would spend more time on passing the interpreter's lock around). Threads that probe end before
-`open` returns. A forked child uses its copy as the
-parent does; connections, threads and locks are renewed below.
+side by side would spend more time on passing the interpreter's lock around). Threads that probe work for
+`open` alone, and have nothing left to do for it when it returns. A forked child uses its copy as the parent
+does; connections, threads and locks are renewed below.
 """
 
 import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from loadstone.errors import ClosedError, FormatError, LoadstoneError, TransferError
 from loadstone.loader.locations import Location
@@ -26,6 +27,7 @@ from loadstone.loader.node.cache import NodeCache
 from loadstone.loader.node.claims import StorageError
 from loadstone.loader.node.forks import renew_in_child
 from loadstone.loader.node.handles import PrefetchHandle
+from loadstone.loader.node.helpers import Helpers
 from loadstone.loader.node.prefetch import Fetcher
 from loadstone.loader.node.waiting import wait_for
 from loadstone.loader.node.whole import WholeBlob
@@ -141,6 +143,22 @@ class RemoteBlob:
         self._source.cache.end_demand()
 
 
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Objects that are opened together: names are taken by any thread, the last to end one says so."""
+
+    names: deque[str]
+    count: int
+    found: dict[str, Blob | LoadstoneError] = field(default_factory=dict)
+    ended: deque[str] = field(default_factory=deque)
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def end(self, name: str) -> None:
+        self.ended.append(name)
+        if len(self.ended) == self.count:
+            self.done.set()
+
+
 class RemoteSource:
     """A folder in an object store.
 
@@ -161,6 +179,8 @@ class RemoteSource:
         self._settings = settings
         self._blobs: dict[str, RemoteBlob] = {}
         self._handles: list[PrefetchHandle] = []
+        self._helpers = Helpers("loadstone-open")
+        self._probes = min(_PROBES, self.fetcher.limit)
         self._closed = False
         self._lock = threading.Lock()
         self._opening = threading.Lock()
@@ -182,26 +202,20 @@ class RemoteSource:
         with self._opening:
             self._check_open()
             with self._lock:
-                new = deque(dict.fromkeys(name for name in names if not self._is_open(name)))
-            found: dict[str, Blob | LoadstoneError] = {}
-            helpers = [
-                threading.Thread(
-                    target=self._open_some, args=(new, found), name="loadstone-open", daemon=True
-                )
-                for _ in range(min(len(new), _PROBES, self.fetcher.limit) - 1)
-            ]
-            with suppress(RuntimeError):  # no more threads to be had: those that run do all of it
-                for helper in helpers:
-                    helper.start()
-            self._open_some(new, found)
-            for helper in helpers:
-                if helper.ident is not None:
-                    helper.join()
+                new = dict.fromkeys(name for name in names if not self._is_open(name))
+                first = not self._blobs
+            work = _Round(deque(new), len(new))
+            if len(new) > 1:
+                with suppress(RuntimeError):  # no more threads to be had: those that run do all of it
+                    self._open_by_helpers(work, first)
+            self._open_some(work)
+            if new:
+                work.done.wait()
             with self._lock:
                 self._blobs.update(
-                    {name: blob for name, blob in found.items() if isinstance(blob, RemoteBlob)}
+                    {name: blob for name, blob in work.found.items() if isinstance(blob, RemoteBlob)}
                 )
-                return {name: found.get(name) or self._blobs[name] for name in names}
+                return {name: work.found.get(name) or self._blobs[name] for name in names}
 
     def prefetch(self, spans: Sequence[Span]) -> PrefetchHandle:
         """Start to bring ``spans`` here, in their order, in the background."""
@@ -248,6 +262,7 @@ class RemoteSource:
         for blob in blobs:
             blob.closing()
         self.store.close()
+        self._helpers.close()
         for handle in handles:
             handle.cancel()
         for blob in blobs:
@@ -271,20 +286,32 @@ class RemoteSource:
         if self._closed:
             raise ClosedError(f"{self.name} was closed; open the checkpoint again")
 
-    def _open_some(self, names: "deque[str]", found: dict[str, Blob | LoadstoneError]) -> None:
+    def _open_by_helpers(self, work: _Round, first: bool) -> None:
+        for _ in range(min(work.count, self._probes)):
+            self._helpers.run(partial(self._open_some, work))
+        connect = self.store.connector() if first else None
+        if connect is not None:
+            # Who begins with several objects of a folder goes on with more of them, as soon as their names
+            # are known: new connections would then cost round trips of their own.
+            for _ in range(self._probes - work.count - 1):
+                self._helpers.run(connect)
+
+    def _open_some(self, work: _Round) -> None:
         while True:
             try:
-                name = names.popleft()
+                name = work.names.popleft()
             except IndexError:
                 return
             try:
-                found[name] = self._open_one(name)
+                work.found[name] = self._open_one(name)
             except LoadstoneError as error:
-                found[name] = error.with_traceback(None)  # it would lead back to ``found``
+                work.found[name] = error.with_traceback(None)  # it would lead back to ``work``
             except Exception as error:  # noqa: BLE001  one object's failure must not hide the others
-                found[name] = TransferError(
+                work.found[name] = TransferError(
                     f"{self.name.rstrip('/')}/{name}: opening failed unexpectedly: {error!r}"
                 )
+            finally:
+                work.end(name)
 
     def _open_one(self, name: str) -> RemoteBlob:
         obj = self.store.object(name)

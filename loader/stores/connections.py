@@ -177,7 +177,7 @@ class Link:
             return False
         poll = select.poll()
         poll.register(sock, select.POLLIN)
-        return not poll.poll(0)
+        return not poll.poll(0) or _only_tickets(sock)
 
     def __del__(self) -> None:
         # A store that nobody closed lets go quietly, as a checkpoint's memory does.
@@ -194,6 +194,22 @@ class Link:
         """Close this process's copy of a connection that its parent goes on using: nothing is said on it."""
         if self.socket is not None and (descriptor := self.socket.detach()) >= 0:
             os.close(descriptor)
+
+
+def _only_tickets(sock: socket.socket) -> bool:
+    """Say whether what came unasked is TLS's own: the tickets of a session that has just begun."""
+    if not isinstance(sock, ssl.SSLSocket):
+        return False
+    sock.setblocking(False)
+    try:
+        sock.recv(1)
+    except ssl.SSLWantReadError:
+        return True
+    except OSError:
+        return False
+    finally:
+        sock.settimeout(TICK)
+    return False
 
 
 def connect(origin: Origin, settings: Settings, context: ssl.SSLContext | None) -> Link:

@@ -202,6 +202,28 @@ class Pool:
                 raise
             return Answer(self, link, response, request.url)
 
+    def prepare(self, url: str) -> None:
+        """Make a connection for a request to come, unless as many are there as may be.
+
+        Raises
+        ------
+        TemporaryError, AccessError, TransferError
+            It cannot be made.
+        """
+        if not self._share.take_spare():
+            return
+        link = None
+        try:
+            if _connections(_pools()) <= slots.bound(self._settings.max_connections):
+                link = self._connect(origin_of(urlsplit(url)))
+        finally:
+            if link is None:
+                self._share.give_back()
+        if link is not None:
+            with self._lock:
+                self._busy.add(link)
+            self.put(link, keep=True)
+
     def put(self, link: Link, keep: bool) -> None:
         """Take back ``link``, to be used again or not."""
         link.pace.waiting = nothing
@@ -328,11 +350,20 @@ _POOLS: "weakref.WeakSet[Pool]" = weakref.WeakSet()
 _pools_lock = threading.Lock()
 
 
-def _make_room(most: int) -> None:
-    """Close idle connections, whichever pool keeps them, until those that have slots are within the bound."""
+def _pools() -> list[Pool]:
     with _pools_lock:
-        pools = list(_POOLS)
-    while slots.taken() + sum(pool.idle_count() for pool in pools) > most:
+        return list(_POOLS)
+
+
+def _connections(pools: list[Pool]) -> int:
+    """Return how many connections there are: those that have slots, and idle ones."""
+    return slots.taken() + sum(pool.idle_count() for pool in pools)
+
+
+def _make_room(most: int) -> None:
+    """Close idle connections, whichever pool keeps them, until there are no more than the bound."""
+    pools = _pools()
+    while _connections(pools) > most:
         ages = [(since, pool) for pool in pools if (since := pool.idle_since()) is not None]
         if not ages:
             return

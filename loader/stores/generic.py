@@ -68,6 +68,9 @@ class FsspecStore:
         with translated(self.name):
             return list(self._systems.get().ls(self._path(""), detail=True))
 
+    def connector(self) -> None:
+        """Return ``None``: only its library knows where its connections lead; see `Store.connector`."""
+
     def close(self) -> None:
         """Drop every connection."""
         with self._lock:

@@ -8,10 +8,11 @@ import calendar
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from urllib.parse import quote, urlsplit
 
-from loadstone.errors import AccessError, LocationError, SettingsError, TransferError
+from loadstone.errors import AccessError, LoadstoneError, LocationError, SettingsError, TransferError
 from loadstone.loader.locations import Location, check_name
 from loadstone.loader.stores.access import HttpObject
 from loadstone.loader.stores.answers import Refusal, xml_text
@@ -80,10 +81,25 @@ class S3Access:
         """What distinguishes this S3 from others."""
         return self.session.endpoint.rstrip("/") or "https://s3.amazonaws.com"
 
+    @property
+    def base(self) -> str:
+        """The bucket's URL."""
+        session, bucket = self.session, self._bucket
+        if session.endpoint:
+            if not session.virtual_hosts:
+                return f"{session.endpoint.rstrip('/')}/{bucket}"
+            parts = urlsplit(session.endpoint.rstrip("/"))
+            return f"{parts.scheme}://{bucket}.{parts.netloc}{parts.path}"
+        suffix = "amazonaws.com.cn" if self._region.startswith("cn-") else "amazonaws.com"
+        # A bucket with dots does not match the certificate's wildcard; upper case is not a host name.
+        if session.virtual_hosts is False or "." in bucket or bucket != bucket.lower():
+            return f"https://s3.{self._region}.{suffix}/{bucket}"
+        return f"https://{bucket}.s3.{self._region}.{suffix}"
+
     def request(self, key: str, query: str, headers: Mapping[str, str]) -> Request:
         """Return a signed request; see `Access.request`."""
         keys = self.session.credentials()
-        url = self._base() + "/" + quote(key, safe=_KEY_SAFE) + (f"?{query}" if query else "")
+        url = self.base + "/" + quote(key, safe=_KEY_SAFE) + (f"?{query}" if query else "")
         if self._options.requester_pays:
             headers = {**headers, "x-amz-request-payer": "requester"}
         if keys is not None:
@@ -134,19 +150,6 @@ class S3Access:
             "the credentials may not read it, or it does not exist and they may not list it; check the "
             "permission s3:GetObject and the spelling"
         )
-
-    def _base(self) -> str:
-        session, bucket = self.session, self._bucket
-        if session.endpoint:
-            if not session.virtual_hosts:
-                return f"{session.endpoint.rstrip('/')}/{bucket}"
-            parts = urlsplit(session.endpoint.rstrip("/"))
-            return f"{parts.scheme}://{bucket}.{parts.netloc}{parts.path}"
-        suffix = "amazonaws.com.cn" if self._region.startswith("cn-") else "amazonaws.com"
-        # A bucket with dots does not match the certificate's wildcard; upper case is not a host name.
-        if session.virtual_hosts is False or "." in bucket or bucket != bucket.lower():
-            return f"https://s3.{self._region}.{suffix}/{bucket}"
-        return f"https://{bucket}.s3.{self._region}.{suffix}"
 
 
 class S3Store:
@@ -204,11 +207,19 @@ class S3Store:
                 raise TransferError(f"{self.name}: the listing repeats itself; check the store")
             token = xml_text(more[1])
 
+    def connector(self) -> Callable[[], None]:
+        """Return what makes a connection to the bucket's address; see `Store.connector`."""
+        return self._connect
+
     def close(self) -> None:
         """Drop every connection."""
         with self._lock:
             if self._transport is not None:
                 self._transport.close()
+
+    def _connect(self) -> None:
+        with suppress(LoadstoneError):  # the next request meets it too, and says so
+            self.transport.connect(self._access.base)
 
     def _page(self, prefix: str, token: str) -> str:
         query = f"list-type=2&delimiter=%2F&prefix={quote(prefix, safe='')}"

@@ -61,6 +61,17 @@ class Share:
                 if _queue:
                     _changed.notify_all()
 
+    def take_spare(self) -> bool:
+        """Take a slot if one is free that nobody else waits for; it is given back as any other."""
+        global _total  # noqa: PLW0603  likewise
+        with _changed:
+            free = min(self.most - self._taken, _largest(self.most) - _total)
+            if free <= len(_queue):
+                return False
+            self._taken += 1
+            _total += 1
+            return True
+
     def give_back(self) -> None:
         """Give a slot back; in a child that was forked meanwhile, there is none to give."""
         global _total  # noqa: PLW0603  likewise

@@ -190,6 +190,14 @@ class Store(Protocol):
         """Return the object called ``name`` in this folder. Does no I/O."""
         ...
 
+    def connector(self) -> Callable[[], None] | None:
+        """Return what makes a connection ahead of the request that will need it, as far as the bound allows.
+
+        It raises nothing: whoever needs the connection is told. ``None`` where that is of no use, or might do
+        harm, as with a web server that has a few workers and lets each wait for what a connection will ask.
+        """
+        ...
+
     def close(self) -> None:
         """Drop every connection."""
         ...

@@ -142,6 +142,10 @@ class HttpTransport:
                 raise _refused(obj.name, version, answer.headers)
             return answer.headers
 
+    def connect(self, url: str) -> None:
+        """Make a connection to ``url``'s host for a request to come; see `Pool.prepare`."""
+        self._pool.prepare(url)
+
     def close(self) -> None:
         """Drop every connection; see `Transport.close`."""
         self._pool.close()

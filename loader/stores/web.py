@@ -87,6 +87,9 @@ class WebStore:
         """Return ``None``: the web knows no listings."""
         return None
 
+    def connector(self) -> None:
+        """Return ``None``: the server may have few workers; see `Store.connector`."""
+
     def close(self) -> None:
         """Drop every connection."""
         self.transport.close()

@@ -66,6 +66,9 @@ class FakeStore:
     def object(self, name: str) -> FakeObject:
         return FakeObject(f"{self.name}/{name}", f"{self.name}|{name}")
 
+    def connector(self) -> None:
+        return None
+
     def close(self) -> None:
         self.closed = True
 
