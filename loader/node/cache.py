@@ -167,7 +167,6 @@ class NodeCache:
         folder = self.folder / "blobs" / key
         try:
             place = self._place(folder, key, name, version, first)
-            os.utime(f"{folder}/meta.json")
             return StoredBlob(
                 name,
                 version.size,
@@ -201,7 +200,7 @@ class NodeCache:
             with suppress(CacheError):  # it will be asked for again, that is all
                 self._arena.set_ref(identity, version)
         if self.folder is not None and self._refs is not None:
-            self._refs.write(identity, version)
+            self._refs.write(identity, version, f"{self.folder}/blobs/{_key(identity, version)}/meta.json")
 
     @contextmanager
     def opening(self, identity: str) -> Iterator[None]:
@@ -331,9 +330,13 @@ class NodeCache:
     def _place(self, folder: Path, key: str, name: str, version: Version, first: bytes) -> FolderPlace:
         host = blobfolder.this_host()
         meta = blobfolder.Meta(name, version.tag, version.size, host.boot, host.machine)
-        if folder.is_dir() and not blobfolder.trusted(folder, meta, host):
+        here = folder.is_dir()
+        if here and not blobfolder.trusted(folder, meta, host):
             self._replace(folder, key, meta, host)
-        if not folder.is_dir():
+            here = folder.is_dir()
+        if here:
+            os.utime(f"{folder}/meta.json")
+        else:
             self._reserve(version.size)
             blobfolder.create(folder, meta, first)
         return FolderPlace(folder)

@@ -37,8 +37,22 @@ class References:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def write(self, identity: str, version: Version) -> None:
-        """Remember the version that an object has now, if the disk takes it."""
+    def write(self, identity: str, version: Version, meta: str) -> None:
+        """Remember the version that an object has now, if the disk takes it.
+
+        Parameters
+        ----------
+        identity : str
+            The object.
+        version : Version
+            What it has now.
+        meta : str
+            Where a blob of that version describes itself, perhaps: it says the same, and a second name for
+            it costs less than a second file.
+        """
+        with suppress(OSError):
+            os.link(meta, self._path(identity))
+            return
         draft = f"{self._folder}/tmp-{secrets.token_hex(8)}"  # noqa: S108  nobody else writes to this folder
         with suppress(OSError):
             write_new(draft, json.dumps({"tag": version.tag, "size": version.size}).encode())

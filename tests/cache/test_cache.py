@@ -246,6 +246,25 @@ def test_versions_of_one_object_lie_side_by_side(folder: Path) -> None:
     assert names(cache) == ["x", "x", "x"]
 
 
+def test_a_reference_is_a_second_name_where_there_is_a_blob(folder: Path) -> None:
+    cache = new_cache(folder)
+    newer = Version('"newer"', VERSION.size)
+    for version in (VERSION, newer, newer, VERSION):
+        blob = cache.blob("x", "x", version)
+        cache.set_ref("x", version)
+        assert cache.ref("x") == version
+        blob.close()
+    (path,) = (folder / "refs").iterdir()
+    cache.set_ref("z", VERSION)  # no blob of it is here
+    cache.blob("y", "y", VERSION).close()
+    cache.set_ref("y", VERSION)
+    assert sorted(path.stat().st_nlink for path in (folder / "refs").iterdir()) == [1, 1, 2]
+    assert path.read_text()
+    assert len(cache.remove("").removed) == 3
+    assert cache.ref("x") == cache.ref("y") == VERSION
+    assert not cache.holds("y", VERSION)
+
+
 def test_references(folder: Path) -> None:
     cache = new_cache(folder)
     assert cache.ref("x") is None
