@@ -226,8 +226,12 @@ def _character(match: re.Match[str]) -> str:
 
 
 def _element(text: str, name: str) -> str:
-    match = re.search(rf"<{name}>([^<]*)</{name}>", text)
-    return xml_text(match[1]).strip() if match else ""
+    # No pattern: a different one for each name would be compiled while a first answer is read.
+    for begun in text.split(f"<{name}>")[1:]:
+        value, _, rest = begun.partition("<")
+        if rest.startswith(f"/{name}>"):
+            return xml_text(value).strip()
+    return ""
 
 
 def _is_region(text: str) -> bool:

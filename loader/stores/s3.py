@@ -26,6 +26,8 @@ from loadstone.settings import Settings
 _KEY_SAFE = "/-_.~"
 _LISTING_LIMIT = 16 * 1024 * 1024
 _NAMES_LIMIT = 100_000
+_LISTED_KEY = re.compile(r"<Contents>.*?<Key>([^<]*)</Key>.*?</Contents>", re.DOTALL)
+_MORE = re.compile(r"<NextContinuationToken>([^<]*)<")
 _SAME_CLOCK = 60.0  # seconds that may go by between a signature and the store's look at it
 _DATE, _EPOCH = "%Y%m%dT%H%M%SZ", "19700101T000000Z"
 _DEFAULT_REGION = "us-east-1"
@@ -191,16 +193,13 @@ class S3Store:
             except AccessError:
                 # Reading objects and listing them are separate permissions: objects may still be readable.
                 return None
-            keys = [
-                xml_text(key)
-                for key in re.findall(r"<Contents>.*?<Key>([^<]*)</Key>.*?</Contents>", page, re.DOTALL)
-            ]
+            keys = [xml_text(key) for key in _LISTED_KEY.findall(page)]
             found += [key[len(prefix) :] for key in keys if key.startswith(prefix)]
             if len(found) > _NAMES_LIMIT:
                 raise LocationError(
                     f"{self.name} holds more than {_NAMES_LIMIT} files, so it is no checkpoint's folder"
                 )
-            more = re.search(r"<NextContinuationToken>([^<]*)<", page)
+            more = _MORE.search(page)
             if more is None or "<IsTruncated>true<" not in page:
                 return tuple(name for name in found if name and "/" not in name)
             if xml_text(more[1]) == token:

@@ -167,22 +167,26 @@ class HttpTransport:
                 found = self._first(obj, answer, count, work)
         version, data, missing = found
         if missing.nbytes:  # only now: a thread has one connection at a time
-            self._fetch(obj, version, missing, lambda _, part: data.extend(part), work)
-        return Probe(version, bytes(data), not_modified=False, whole=len(data) == version.size)
+            rest = bytearray()
+            self._fetch(obj, version, missing, lambda _, part: rest.extend(part), work)
+            data += rest
+        return Probe(version, data, not_modified=False, whole=len(data) == version.size)
 
     def _first(
         self, obj: HttpObject, answer: Answer, count: int, work: Work
-    ) -> tuple[Version, bytearray, ByteRange]:
+    ) -> tuple[Version, bytes, ByteRange]:
         """Read a first answer: the object's version, its first bytes, and which of them did not come."""
         version, want = _pin(obj.name, answer, count)
-        data = bytearray()
-        while len(data) < want and not answer.ended and answer.fault is None:
-            self._chunk(answer, 0, want - len(data), lambda _, part: data.extend(part), work.gate)
+        parts: list[bytes] = []
+        at = 0
+        while at < want and not answer.ended and answer.fault is None:
+            at = self._chunk(answer, at, want - at, lambda _, part: parts.append(bytes(part)), work.gate)
+        data = b"".join(parts)  # nearly always one, which then is not copied again
         if version.size < 0:
             if not answer.ended or answer.fault is not None:
                 raise answer.fault or MisanswerError(_no_length(obj.name))
             version = Version(version.tag, len(data))
-        check_not_page(obj.name, answer.headers, bytes(data[:100]))
+        check_not_page(obj.name, answer.headers, data[:100])
         missing = ByteRange(len(data), min(want, version.size))
         if missing.nbytes and (not version.pinned or not data):
             raise answer.fault or TemporaryError(f"{obj.name}: the answer ended early")

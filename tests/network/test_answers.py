@@ -171,6 +171,7 @@ def test_a_refusal_tells_code_message_and_region_and_nothing_secret() -> None:
     assert found.region == "eu-west-1"
     assert refusal(400, message(), b"<Region>not a region!</Region>").region == ""
     assert refusal(500, message(), b"\xff\xfe<Code>").code == ""
+    assert refusal(500, message(), b"<Code><Code>a</b></Code><Code>NoSuchKey</Code>").code == "NoSuchKey"
     assert len(str(refusal(500, message(), b"<Message>" + b"x" * 9999 + b"</Message>"))) < 300
 
 
