@@ -176,6 +176,7 @@ def test_what_is_counted_is_what_is_taken_on_cuda(zoo: Zoo, dtype: torch.dtype) 
             pool.unload(name)
         for name in LLAMA:
             before = allocated()
+            pool.load(name)
             applied(pool, model, [name] * 2, ids)
             taken = allocated() - before
             assert pool.attached_bytes <= taken <= pool.attached_bytes + 60 * ROUNDING
