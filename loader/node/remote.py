@@ -292,9 +292,12 @@ class RemoteSource:
         connect = self.store.connector() if first else None
         if connect is not None:
             # Who begins with several objects of a folder goes on with more of them, as soon as their names
-            # are known: new connections would then cost round trips of their own.
-            for _ in range(self._probes - work.count - 1):
+            # are known: new connections would then cost round trips of their own. Where the answers come
+            # at once, round trips are short, and nobody is kept waiting for connections.
+            spare = self._probes - work.count - 1
+            while spare > 0 and not work.done.is_set():
                 self._helpers.run(connect)
+                spare -= 1
 
     def _open_some(self, work: _Round) -> None:
         while True:

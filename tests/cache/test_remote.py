@@ -366,3 +366,29 @@ def test_a_bandwidth_cap_holds(opened: Open) -> None:
     begun = time.monotonic()
     assert source.prefetch([Span(blob, ByteRange(0, blob.size))]).wait(20)
     assert time.monotonic() - begun > 0.35
+
+
+class _Reaching(FakeStore):
+    """A store that counts the connections made ahead."""
+
+    connected = 0
+
+    def connector(self) -> Callable[[], None]:
+        return self._connect
+
+    def _connect(self) -> None:
+        with self._lock:
+            self.connected += 1
+
+
+def test_the_first_look_at_several_objects_reaches_out_for_more(opened: Open) -> None:
+    store = _Reaching({name: some_bytes(10) for name in "abcde"})
+    store.latency = 0.3
+    source = opened(store, max_connections=8)
+    source.open(["a", "b"])
+    assert store.connected == 8 - 2 - 1  # one is listing the folder, perhaps
+    source.open(["c", "d", "e"])
+    assert store.connected == 5
+    one = _Reaching({"a": some_bytes(10)})
+    opened(one).open(["a"])
+    assert one.connected == 0

@@ -66,7 +66,7 @@ class FakeStore:
     def object(self, name: str) -> FakeObject:
         return FakeObject(f"{self.name}/{name}", f"{self.name}|{name}")
 
-    def connector(self) -> None:
+    def connector(self) -> Callable[[], None] | None:
         return None
 
     def close(self) -> None:
