@@ -2,7 +2,7 @@
 
 Eight pieces of work, ways interleaved, each run a fresh process with an empty node cache and the served files
 in the server's page cache. The store is nginx on loopback; a private network namespace and a shaped link
-between two of them are made where that is allowed.
+between two of them are made where that is allowed. Free memory costs every run the same (`own_memory`).
 
 - *disk*: a checkpoint of four shards until every byte is usable in the node cache on disk;
 - *memory*: the same into memory, beside raw sockets into equally untouched memory;
@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from loadstone.bench.netns import networks
+from loadstone.bench.own_memory import own_memory
 from loadstone.bench.runner import CannotRun, chosen_works, run_process, run_ways
 from loadstone.bench.schema import Report
 from loadstone.bench.servers import nginx
@@ -34,6 +35,9 @@ from loadstone.settings import Settings
 LINK_BITS = 10**9
 """Bits per second of the shaped link."""
 _MODEL_SHARE = 4  # the model that answers has so much less than what is moved
+_MEMORY_SHARE = (
+    4  # as much free memory is made ready: page cache and copies of what is moved, and of the last run's
+)
 
 
 def transfer(
@@ -98,4 +102,5 @@ def _bench(work: Path, size: int, settings: Settings) -> Iterator[Bench]:
             port = stack.enter_context(nginx(served.folder, nets.near))
         except CannotRun as reason:
             why_not = str(reason)
-        yield Bench(served, nets, port, why_not, scratch, settings)
+        memory = stack.enter_context(own_memory(_MEMORY_SHARE * size))
+        yield Bench(served, nets, port, why_not, scratch, settings, memory)

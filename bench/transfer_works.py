@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -62,6 +64,8 @@ class Bench:
         A folder on the disk that is written to.
     settings : Settings
         For loadstone; each run has a node cache of its own.
+    memory : str
+        What state free memory is in, in words.
     """
 
     served: Served
@@ -70,6 +74,7 @@ class Bench:
     why_not: str
     scratch: Path
     settings: Settings
+    memory: str
 
     def store_port(self) -> int:
         """Return the server's port; raises `CannotRun` when there is none."""
@@ -101,6 +106,7 @@ class Bench:
         extra: Mapping[str, str] | None = None,
         port: int | None = None,
         words: str = "",
+        keep: bool = False,
     ) -> _FIGURES:
         """Run one transfer in a process of its own.
 
@@ -121,12 +127,18 @@ class Bench:
             Another port than the server's.
         words : str
             What else is to be said of the state.
+        keep : bool
+            Leave what the run wrote until the end: file systems take longer to make files beside those that
+            were deleted just before.
         """
         seat = self.networks.link() if far else self.networks.near
-        state = [f"server's files: {disk.make_warm(weights(folder))}", seat.words]
+        state = [f"server's files: {disk.make_warm(weights(folder))}", seat.words, self.memory]
         port = port or self.store_port()
         os.sync()  # what earlier runs wrote must not be written back during this one
-        with tempfile.TemporaryDirectory(prefix="run-", dir=self.scratch) as scratch:
+        with ExitStack() as stack:
+            scratch = tempfile.mkdtemp(prefix="run-", dir=self.scratch)
+            if not keep:
+                stack.callback(shutil.rmtree, scratch)
             state.append(_cache_words(cache))
             where = f"{scratch}/cache" if cache == "disk" else cache
             env = self.environment(f"http://{seat.address}:{port}", where) | dict(extra or {})
@@ -209,7 +221,9 @@ def _open(bench: Bench) -> Iterator[Way]:
         seat = bench.networks.near
         with delaying(bench.store_port(), distance, seat) as port:
             words = f"proxy of {distance * 1000:g} ms a round trip, one more for a new connection"
-            state, figures = bench.child("open_loadstone", bench.served.many, port=port, words=words)
+            state, figures = bench.child(
+                "open_loadstone", bench.served.many, port=port, words=words, keep=True
+            )
         trips = {"round_trips": figures["open_seconds"] / distance} if distance else {}
         return state, {**figures, **trips}
 
