@@ -22,7 +22,7 @@ from loadstone.bench.transfer_works import (
 )
 from loadstone.errors import BenchError
 
-SIZE = 24 * 1024 * 1024
+SIZE = 48 * 1024 * 1024
 SMALL = [name for name in WORKS if name not in ("start", "disk")]  # those import torch
 LINK = ("link: loadstone", "layer: loadstone, the rest on its way")
 needs_nginx = pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
