@@ -16,7 +16,7 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ _IDLE_LIMIT = 50.0
 TICK = 0.5
 """Seconds between looks at whether a waiting transfer was cancelled."""
 _LONG_LABEL = 64  # bytes: no host's name has a label of so many
+_AGENT = "loadstone"
 _PORTS = {"http": 80, "https": 443}
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -153,6 +154,9 @@ class Link:
         """Requests carry the whole URL: this connection goes to a proxy."""
         self.extra: dict[str, str] = {}
         self.used = False
+        """It was idle: the server may have closed it meanwhile."""
+        self.asked = False
+        """A request was sent on it."""
         self.idle_since = 0.0
         self.socket: socket.socket | None = None
         """Known here even after http.client, told that this answer is the last, has let go of it."""
@@ -169,6 +173,25 @@ class Link:
         if self._buffer is None:
             self._buffer = memoryview(mmap.mmap(-1, CHUNK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         return self._buffer
+
+    def ask(self, parts: SplitResult, headers: Mapping[str, str]) -> None:
+        """Send a GET for the URL of ``parts``."""
+        target = parts.path or "/"
+        if parts.query:
+            target = f"{target}?{parts.query}"
+        if self.absolute:
+            target = f"{parts.scheme}://{self.origin.authority}{target}"
+        self.asked = True
+        try:
+            self.connection.putrequest("GET", target, skip_accept_encoding=True, skip_host="Host" in headers)
+            for name, value in {"User-Agent": _AGENT, **self.extra, **headers}.items():
+                self.connection.putheader(name, value)
+        except (ValueError, http.client.InvalidURL):
+            raise TransferError(
+                f"a request to {self.origin.host} cannot be sent: its address or a header holds a character "
+                "that HTTP does not allow; check the location and the credentials"
+            ) from None
+        self.connection.endheaders()
 
     def alive(self) -> bool:
         """Say whether it may be used again; a readable idle connection was closed by the server."""

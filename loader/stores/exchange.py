@@ -3,6 +3,10 @@
 Built on ``http.client``, which measures faster than every other client here. Added to it: a bounded pool
 with keep-alive, and answers that say at which byte a fault struck.
 
+Connections made ahead of their requests would harm a server that serves a few at a time: each of its workers
+may wait for what one of them is going to ask. So they are used in the order in which they were made, and all
+are closed once an answer ends its connection, or is late; no more are made for that server then.
+
 Ownership: the pool's lock guards its lists; a link belongs to the thread that took it until it is put back.
 ``close`` may be called from any thread and wakes all the others. In a forked child every pool starts empty:
 the parent's sockets are closed there, and nothing is said on them.
@@ -35,8 +39,6 @@ from loadstone.loader.stores.connections import (
 from loadstone.loader.stores.slots import Share
 from loadstone.loader.stores.store import CHUNK
 from loadstone.settings import Settings
-
-_AGENT = "loadstone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,7 @@ class Pool:
         self._lock = threading.Lock()
         self._idle: list[Link] = []
         self._busy: set[Link] = set()
+        self._no_spares: set[Origin] = set()
         self._closed = False
 
     def get(self, request: Request, waiting: Callable[[], None] = nothing) -> Answer:
@@ -200,6 +203,8 @@ class Pool:
             except BaseException:
                 self.put(link, keep=False)
                 raise
+            if response.will_close:
+                self._drop_spares(origin)
             return Answer(self, link, response, request.url)
 
     def prepare(self, url: str) -> None:
@@ -210,12 +215,13 @@ class Pool:
         TemporaryError, AccessError, TransferError
             It cannot be made.
         """
-        if not self._share.take_spare():
+        origin = origin_of(urlsplit(url))
+        if self._closed or origin in self._no_spares or not self._share.take_spare():
             return
         link = None
         try:
             if _connections(_pools()) <= slots.bound(self._settings.max_connections):
-                link = self._connect(origin_of(urlsplit(url)))
+                link = self._connect(origin)
         finally:
             if link is None:
                 self._share.give_back()
@@ -231,6 +237,7 @@ class Pool:
             known = link in self._busy
             self._busy.discard(link)
             keep = keep and known and not self._closed
+            keep = keep and (link.asked or link.origin not in self._no_spares)
             if keep:
                 link.used = True
                 link.idle_since = time.monotonic()
@@ -278,16 +285,26 @@ class Pool:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the connections to {origin.host} were closed; open the checkpoint again")
-            for link in reversed(self._idle[:]):
-                if link.origin == origin:
-                    self._idle.remove(link)
-                    if link.alive():
-                        found = link
-                        break
-                    dead.append(link)
+            links = [link for link in self._idle if link.origin == origin]
+            spares = [link for link in links if not link.asked]
+            for link in [*(link for link in reversed(links) if link.asked), *spares]:
+                self._idle.remove(link)
+                if link.alive():
+                    found = link
+                    break
+                dead.append(link)
         for link in dead:
             link.drop()
         return found
+
+    def _drop_spares(self, origin: Origin) -> None:
+        """Close the connections to ``origin`` on which nothing was asked yet, and have no more of them."""
+        with self._lock:
+            self._no_spares.add(origin)
+            spares = [link for link in self._idle if link.origin == origin and not link.asked]
+            self._idle = [link for link in self._idle if link not in spares]
+        for link in spares:
+            link.drop()
 
     def idle_since(self) -> float | None:
         """Return since when its oldest idle connection is idle."""
@@ -325,25 +342,16 @@ class Pool:
     def _exchange(
         self, link: Link, parts: SplitResult, headers: Mapping[str, str], waiting: Callable[[], None]
     ) -> http.client.HTTPResponse:
-        target = parts.path or "/"
-        if parts.query:
-            target = f"{target}?{parts.query}"
-        if link.absolute:
-            target = f"{parts.scheme}://{link.origin.authority}{target}"
+        def late() -> None:
+            self._drop_spares(link.origin)
+            waiting()
+
         link.pace.restart()
+        link.pace.waiting = late
+        link.ask(parts, headers)
+        response = link.connection.getresponse()
         link.pace.waiting = waiting
-        connection = link.connection
-        try:
-            connection.putrequest("GET", target, skip_accept_encoding=True, skip_host="Host" in headers)
-            for name, value in {"User-Agent": _AGENT, **link.extra, **headers}.items():
-                connection.putheader(name, value)
-        except (ValueError, http.client.InvalidURL):
-            raise TransferError(
-                f"a request to {link.origin.host} cannot be sent: its address or a header holds a character "
-                "that HTTP does not allow; check the location and the credentials"
-            ) from None
-        connection.endheaders()
-        return connection.getresponse()
+        return response
 
 
 _POOLS: "weakref.WeakSet[Pool]" = weakref.WeakSet()
