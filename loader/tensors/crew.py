@@ -1,8 +1,9 @@
 """Threads that copy memory: one processor alone does not feed a bus.
 
 Ownership: a `Crew` belongs to the thread that made it. Its threads take jobs from one queue; a job is one
-thread's, from taking it to releasing the lock that says it is done. Until then it holds on to the memory's
-owners. Where no thread can be started, whoever asks does the work.
+thread's, from taking it to releasing the lock that says it is done. Until then it holds on to the owners of
+the memory it reads and of the memory it writes, since whoever asked may be gone: interrupted, with `close`.
+Where no thread can be started, whoever asks does the work.
 """
 
 import ctypes
@@ -34,7 +35,7 @@ class Crew:
         done = threading.Lock()
         done.acquire()
         if len(self._threads) < self.size:
-            thread = threading.Thread(target=self._work, name="loadstone-copy", daemon=True)
+            thread = threading.Thread(target=_work, args=[self._jobs], name="loadstone-copy", daemon=True)
             with suppress(RuntimeError):  # no more threads are to be had: fewer will do
                 thread.start()
                 self._threads.append(thread)
@@ -46,19 +47,20 @@ class Crew:
         return done
 
     def close(self) -> None:
-        """Finish what was begun, and end the threads."""
-        for _ in self._threads:
-            self._jobs.put(None)
+        """Finish what was begun, and end the threads; nothing is copied afterwards."""
+        self._jobs.put(None)  # each thread passes it on: also to one whose start was interrupted
         for thread in self._threads:
             thread.join()
         self._threads.clear()
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            runs, owners, done = job
-            _copy(runs)
-            del job, owners  # waiting for the next must not keep a file's map alive
-            done.release()
+
+def _work(jobs: "SimpleQueue[_Job | None]") -> None:
+    while (job := jobs.get()) is not None:
+        runs, owners, done = job
+        _copy(runs)
+        del job, owners  # waiting for the next must not keep a file's map alive
+        done.release()
+    jobs.put(None)
 
 
 def _copy(runs: Sequence[Run]) -> None:

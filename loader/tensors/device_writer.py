@@ -111,17 +111,19 @@ class DeviceWriter:
 
     def close(self) -> None:
         """Wait until nothing is on its way; what was begun and not finished holds no sensible bytes."""
-        self._crew.close()
-        self._filling.clear()
-        self._open = None
-        self._caller.wait_stream(self._stream)  # which gets the memory of unfinished copies back
-        self._stream.synchronize()
+        try:
+            self._crew.close()
+        finally:  # whoever is interrupted again and again must not get memory that the bus still writes to
+            self._filling.clear()
+            self._open = None
+            self._caller.wait_stream(self._stream)  # which gets the memory of unfinished copies back
+            self._stream.synchronize()
 
     def _fill(self) -> None:
         """Let the crew fill the buffer that is packed, and put onto the bus what it has filled by now."""
         buffer, self._open = self._open, None
         assert buffer is not None
-        buffer.filled = self._crew.copy(buffer.runs, buffer.owners)
+        buffer.filled = self._crew.copy(buffer.runs, (buffer.owners, buffer.memory))
         self._filling.append(buffer)
         self._closed += 1
         while self._filling and not self._filling[0].filled.locked():

@@ -17,7 +17,7 @@ from tests.support.checkpoints import BITS, model_tensors, write_file, write_sha
 import loadstone
 from loadstone.errors import SettingsError
 from loadstone.loader import safe_open
-from loadstone.loader.tensors import device_writer
+from loadstone.loader.tensors import crew, device_writer
 from loadstone.loader.tensors.crew import Crew
 from loadstone.loader.tensors.device import _written, parse_device, to_device
 from loadstone.loader.tensors.device_writer import DeviceWriter
@@ -195,14 +195,70 @@ def test_without_threads_the_caller_copies(fake: FakeCuda, monkeypatch: pytest.M
 
 
 def test_a_crew_lets_go_of_what_it_copied() -> None:
-    crew = Crew()
+    copier = Crew()
     source = torch.arange(10, dtype=torch.uint8)
     target, gone = torch.zeros_like(source), weakref.ref(source)
-    with crew.copy([(target.data_ptr(), source.data_ptr(), 10)], source):
+    with copier.copy([(target.data_ptr(), source.data_ptr(), 10)], source):
         assert target.tolist() == list(range(10))
     del source
     assert gone() is None
-    crew.close()
+    copier.close()
+    assert not _copying_threads()
+
+
+def test_an_interrupted_end_leaves_the_memory_to_those_that_write_to_it(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C, while the end waits for threads: they go on, into memory that nobody else may get."""
+    go, buffers = threading.Event(), list["weakref.ref[torch.Tensor]"]()
+    copied: list[bool] = []
+
+    def page_locked(size: int) -> torch.Tensor:
+        memory = torch.empty(size, dtype=torch.uint8)
+        buffers.append(weakref.ref(memory))
+        return memory
+
+    def slowly(runs: object) -> None:
+        go.wait(20)
+        copied.append(buffers[len(copied)]() is not None)
+
+    def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device_writer, "_page_locked", page_locked)
+    monkeypatch.setattr(crew, "_copy", slowly)
+    writer = DeviceWriter(torch.device("cpu"))
+    writer.begin(torch.zeros(128, dtype=torch.uint8))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.close()
+    assert fake.log[-2:] == ["wait_stream", "synchronize"]
+    threads = _copying_threads()
+    del writer
+    go.set()
+    for thread in threads:
+        thread.join(20)
+    assert copied == [True, True]
+    assert not any(buffer() for buffer in buffers)
+    assert not _copying_threads()
+
+
+def test_a_thread_whose_start_was_interrupted_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        start(self)
+        raise KeyboardInterrupt
+
+    copier = Crew()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            copier.copy([], None)
+    (thread,) = _copying_threads()
+    copier.close()
+    thread.join(20)
     assert not _copying_threads()
 
 
