@@ -36,7 +36,7 @@ class Helpers:
     def run(self, task: Callable[[], None]) -> None:
         """Have a thread do ``task``, which must not raise; `RuntimeError`: no thread can be started."""
         with self._lock:
-            if self._free == 0:
+            if self._free <= 0:  # less where an interrupted start left a thread that is not counted
                 thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 thread.start()
                 self._threads.add(thread)

@@ -104,3 +104,24 @@ def test_a_child_has_helpers_of_its_own() -> None:
         os._exit(0 if own.wait(20) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     crew.close()
+
+
+def test_a_start_that_is_interrupted_loses_no_later_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helpers, "_IDLE_SECONDS", 0.01)
+    start = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        start(self)
+        raise KeyboardInterrupt
+
+    crew = Helpers(NAME)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            crew.run(lambda: None)
+    wait_until_gone()
+    for _ in range(3):
+        done = threading.Event()
+        crew.run(done.set)
+        assert done.wait(20)
+    crew.close()
