@@ -37,6 +37,7 @@ from loadstone.loader.stores.store import Gate, Probe, RemoteObject, Sink, Store
 from loadstone.settings import Settings
 
 _PROBES = 32
+_AT_ONCE = 0.01  # seconds in which first answers come from a store that is near
 _LARGEST = 1 << 44  # the map of blocks takes memory in proportion, on the word of the store alone
 
 
@@ -289,15 +290,26 @@ class RemoteSource:
     def _open_by_helpers(self, work: _Round, first: bool) -> None:
         for _ in range(min(work.count, self._probes)):
             self._helpers.run(partial(self._open_some, work))
-        connect = self.store.connector() if first else None
-        if connect is not None:
-            # Who begins with several objects of a folder goes on with more of them, as soon as their names
-            # are known: new connections would then cost round trips of their own. Where the answers come
-            # at once, round trips are short, and nobody is kept waiting for connections.
-            spare = self._probes - work.count - 1
-            while spare > 0 and not work.done.is_set():
-                self._helpers.run(connect)
-                spare -= 1
+        if first:
+            self._helpers.run(partial(self._reach_out, work))
+
+    def _reach_out(self, work: _Round) -> None:
+        """Make connections for what is opened next.
+
+        Who begins with several objects of a folder goes on with more of them, as soon as their names are
+        known: new connections would then cost round trips of their own. Where answers come at once, round
+        trips are short, and making connections takes longer than they save.
+        """
+        if work.done.wait(_AT_ONCE):
+            return
+        with suppress(LoadstoneError, RuntimeError):  # requests will say why; no more threads to be had
+            connector = self.store.connector()
+            if connector is None:
+                return
+            for _ in range(min(connector.most, self._probes - work.count - 1)):
+                if work.done.is_set():
+                    return
+                self._helpers.run(connector.connect)
 
     def _open_some(self, work: _Round) -> None:
         while True:

@@ -8,7 +8,7 @@ import calendar
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from urllib.parse import quote, urlsplit
 
@@ -19,7 +19,7 @@ from loadstone.loader.stores.answers import Refusal, xml_text
 from loadstone.loader.stores.exchange import Pool, Request
 from loadstone.loader.stores.signing import AwsSession, S3Options
 from loadstone.loader.stores.sigv4 import sign
-from loadstone.loader.stores.store import OpenGate
+from loadstone.loader.stores.store import Connector, OpenGate
 from loadstone.loader.stores.transfer import HttpTransport
 from loadstone.settings import Settings
 
@@ -28,6 +28,7 @@ _LISTING_LIMIT = 16 * 1024 * 1024
 _NAMES_LIMIT = 100_000
 _LISTED_KEY = re.compile(r"<Contents>.*?<Key>([^<]*)</Key>.*?</Contents>", re.DOTALL)
 _MORE = re.compile(r"<NextContinuationToken>([^<]*)<")
+_SECURE_AHEAD = 16  # connections made ahead: each takes about a millisecond of computing where it is TLS
 _SAME_CLOCK = 60.0  # seconds that may go by between a signature and the store's look at it
 _DATE, _EPOCH = "%Y%m%dT%H%M%SZ", "19700101T000000Z"
 _DEFAULT_REGION = "us-east-1"
@@ -206,9 +207,10 @@ class S3Store:
                 raise TransferError(f"{self.name}: the listing repeats itself; check the store")
             token = xml_text(more[1])
 
-    def connector(self) -> Callable[[], None]:
-        """Return what makes a connection to the bucket's address; see `Store.connector`."""
-        return self._connect
+    def connector(self) -> Connector:
+        """Return what makes connections to the bucket's address; see `Store.connector`."""
+        secure = self._access.base.startswith("https:")
+        return Connector(self._connect, _SECURE_AHEAD if secure else self._settings.max_connections)
 
     def close(self) -> None:
         """Drop every connection."""

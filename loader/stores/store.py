@@ -169,6 +169,22 @@ class Transport(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """Makes connections ahead of the requests that will need them.
+
+    Attributes
+    ----------
+    connect : Callable
+        Makes one. It raises nothing: whoever needs the connection is told.
+    most : int
+        How many are worth while.
+    """
+
+    connect: Callable[[], None]
+    most: int
+
+
 class Store(Protocol):
     """One folder in an object store."""
 
@@ -190,11 +206,11 @@ class Store(Protocol):
         """Return the object called ``name`` in this folder. Does no I/O."""
         ...
 
-    def connector(self) -> Callable[[], None] | None:
-        """Return what makes a connection ahead of the request that will need it, as far as the bound allows.
+    def connector(self) -> Connector | None:
+        """Return what makes connections ahead of the requests that need them, as far as the bound allows.
 
-        It raises nothing: whoever needs the connection is told. ``None`` where that is of no use, or might do
-        harm, as with a web server that has a few workers and lets each wait for what a connection will ask.
+        ``None`` where that is of no use, or might do harm, as with a web server that has a few workers and
+        lets each wait for what a connection will ask.
         """
         ...
 

@@ -18,10 +18,12 @@ from loadstone.errors import (
     StalledError,
     TransferError,
 )
+from loadstone.loader.node import remote
 from loadstone.loader.node.cache import NodeCache
 from loadstone.loader.node.remote import RemoteBlob, RemoteSource
 from loadstone.loader.ranges import BLOCK, ByteRange
 from loadstone.loader.source import Span
+from loadstone.loader.stores.store import Connector
 from loadstone.settings import Settings
 
 Open = Callable[..., RemoteSource]
@@ -372,9 +374,10 @@ class _Reaching(FakeStore):
     """A store that counts the connections made ahead."""
 
     connected = 0
+    most = 32
 
-    def connector(self) -> Callable[[], None]:
-        return self._connect
+    def connector(self) -> Connector:
+        return Connector(self._connect, self.most)
 
     def _connect(self) -> None:
         with self._lock:
@@ -392,3 +395,21 @@ def test_the_first_look_at_several_objects_reaches_out_for_more(opened: Open) ->
     one = _Reaching({"a": some_bytes(10)})
     opened(one).open(["a"])
     assert one.connected == 0
+
+
+def test_no_more_connections_are_made_ahead_than_are_worth_while(opened: Open) -> None:
+    store = _Reaching({name: some_bytes(10) for name in "ab"})
+    store.latency, store.most = 0.3, 3
+    opened(store, max_connections=8).open(["a", "b"])
+    assert store.connected == 3
+
+
+def test_a_store_that_answers_at_once_is_not_reached_out_for(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "_AT_ONCE", 5.0)
+    store = _Reaching({name: some_bytes(10) for name in "ab"})
+    source = opened(store)
+    source.open(["a", "b"])
+    source.close()
+    assert store.connected == 0

@@ -58,7 +58,7 @@ def connect(store: Store, count: int = 1) -> None:
     connector = store.connector()
     assert connector is not None
     for _ in range(count):
-        connector()
+        connector.connect()
 
 
 def settled(counter: Counter, count: int) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from loadstone.errors import ChangedError, NotFoundError
 from loadstone.loader.ranges import ByteRange
 from loadstone.loader.source import StatedDigest
-from loadstone.loader.stores.store import Gate, Probe, RemoteObject, Sink, Version
+from loadstone.loader.stores.store import Connector, Gate, Probe, RemoteObject, Sink, Version
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class FakeStore:
     def object(self, name: str) -> FakeObject:
         return FakeObject(f"{self.name}/{name}", f"{self.name}|{name}")
 
-    def connector(self) -> Callable[[], None] | None:
+    def connector(self) -> Connector | None:
         return None
 
     def close(self) -> None:
