@@ -247,12 +247,15 @@ def connect(origin: Origin, settings: Settings, context: ssl.SSLContext | None) 
     via = origin_of(proxy) if proxy else origin
     tunnel = proxy is not None and origin.scheme == "https"
     connection: http.client.HTTPConnection
-    if origin.scheme == "https":
-        connection = http.client.HTTPSConnection(
-            via.host, via.port, timeout=settings.connect_timeout, context=context
-        )
-    else:
-        connection = http.client.HTTPConnection(via.host, via.port, timeout=settings.connect_timeout)
+    try:
+        if origin.scheme == "https":
+            connection = http.client.HTTPSConnection(
+                via.host, via.port, timeout=settings.connect_timeout, context=context
+            )
+        else:
+            connection = http.client.HTTPConnection(via.host, via.port, timeout=settings.connect_timeout)
+    except http.client.InvalidURL:
+        raise _no_host(via) from None
     headers = _proxy_headers(proxy) if proxy else {}
     if tunnel:
         connection.set_tunnel(origin.host, origin.port, headers)
@@ -262,15 +265,17 @@ def connect(origin: Origin, settings: Settings, context: ssl.SSLContext | None) 
     try:
         connection.connect()
     except UnicodeError:
-        raise TransferError(
-            f"{via.host[:80]!r} cannot be the name of a host; check the URL's spelling"
-        ) from None
+        raise _no_host(via) from None
     except (OSError, http.client.HTTPException) as error:
         connection.close()
         raise _connect_error(error, via, bool(proxy), settings.connect_timeout) from None
     link.socket = connection.sock
     link.socket.settimeout(TICK)
     return link
+
+
+def _no_host(origin: Origin) -> TransferError:
+    return TransferError(f"{origin.host[:80]!r} cannot be the name of a host; check the URL's spelling")
 
 
 def _dial(address: tuple[str, int], *rest: Any) -> socket.socket:
@@ -296,8 +301,16 @@ def _proxy(origin: Origin) -> SplitResult | None:
     url = urllib.request.getproxies().get(origin.scheme)
     if not url or urllib.request.proxy_bypass(f"{origin.host}:{origin.port}"):
         return None
-    proxy = urlsplit(url if "://" in url else f"http://{url}")
-    if proxy.scheme != "http" or not proxy.hostname:
+    try:
+        proxy = urlsplit(url if "://" in url else f"http://{url}")
+        usable = bool(proxy.hostname) and proxy.port != 0
+    except ValueError:
+        usable = False
+    if not usable:  # what it says may hold a password
+        raise SettingsError(
+            f"the {origin.scheme}_proxy variable is not of the form http://host:port; correct or unset it"
+        )
+    if proxy.scheme != "http":
         raise SettingsError(
             f"the {origin.scheme}_proxy variable is a {proxy.scheme}:// proxy; only http:// works"
         )

@@ -370,6 +370,24 @@ def test_a_proxy_of_another_kind_is_refused(settings: Settings, monkeypatch: pyt
     assert "swordfish" not in str(caught.value)
 
 
+@pytest.mark.parametrize("end", ["port", "0", "99999", "1]"])
+def test_a_proxy_that_is_no_address_is_refused(
+    end: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", f"http://u:swordfish@[::1]:{end}")
+    store = open_store(parse_location("http://model-store.example"), None, settings)
+    with pytest.raises(SettingsError, match="http_proxy variable is not of the form") as caught:
+        fetch(store, ByteRange(0, 10))
+    assert "swordfish" not in str(caught.value)
+
+
+def test_a_host_that_is_none_is_refused(settings: Settings) -> None:
+    options = {"anon": True, "endpoint_url": "http://model store.example"}
+    store = open_store(parse_location("s3://bucket"), options, settings)
+    with pytest.raises(TransferError, match=r"'model store\.example' cannot be the name of a host"):
+        store.names()
+
+
 def test_this_machines_own_servers_need_no_proxy(
     server: FaultyServer, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
