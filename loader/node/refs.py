@@ -54,9 +54,12 @@ class References:
             os.link(meta, self._path(identity))
             return
         draft = f"{self._folder}/tmp-{secrets.token_hex(8)}"  # noqa: S108  nobody else writes to this folder
-        with suppress(OSError):
+        try:
             write_new(draft, json.dumps({"tag": version.tag, "size": version.size}).encode())
             os.replace(draft, self._path(identity))  # noqa: PTH105  see above
+        except OSError:
+            with suppress(OSError):
+                os.unlink(draft)  # noqa: PTH108  likewise
 
     def _path(self, identity: str) -> str:
         return f"{self._folder}/{hashlib.sha256(identity.encode()).hexdigest()}.json"
