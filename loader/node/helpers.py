@@ -34,8 +34,10 @@ class Helpers:
         renew_in_child(self)
 
     def run(self, task: Callable[[], None]) -> None:
-        """Have a thread do ``task``, which must not raise; `RuntimeError`: no thread can be started."""
+        """Have a thread do ``task``, which must not raise; `RuntimeError`: none can or may be started."""
         with self._lock:
+            if self._closed:  # a thread more than `close` knew of would take what it sent to another
+                raise RuntimeError("closed")
             if self._free <= 0:  # less where an interrupted start left a thread that is not counted
                 thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 thread.start()
@@ -47,6 +49,7 @@ class Helpers:
     def close(self) -> None:
         """End the threads that have nothing to do; those that do something end after it."""
         with self._lock:
+            self._closed = True
             threads = list(self._threads)
             for _ in threads:
                 self._tasks.put(None)
@@ -59,6 +62,7 @@ class Helpers:
         self._lock = threading.Lock()
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()
+        self._closed = False
         self._free = 0  # threads without a task, queued ones counted
 
     def _serve(self) -> None:

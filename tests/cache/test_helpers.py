@@ -125,3 +125,21 @@ def test_a_start_that_is_interrupted_loses_no_later_task(monkeypatch: pytest.Mon
         crew.run(done.set)
         assert done.wait(20)
     crew.close()
+
+
+def test_closed_ones_start_no_more() -> None:
+    crew, go = Helpers(NAME), threading.Event()
+
+    def wait() -> None:
+        go.wait(20)
+
+    crew.run(wait)
+    ending = threading.Thread(target=crew.close)
+    ending.start()
+    while not crew._closed:
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError):
+        crew.run(lambda: None)
+    go.set()
+    ending.join(20)
+    assert alive() == 0
