@@ -170,15 +170,16 @@ class StoredBlob:
         int or None
             A descriptor that carries the message until `close_own`, or death; ``None``: nobody to tell.
         """
-        if self.place is None:
+        place = self.place  # another thread may spill
+        if place is None:
             return None
         try:
-            fd = self.place.open_map()
+            fd = place.open_map()
         except (OSError, GoneError):
             return None
         first, last = self._block_numbers(span)
         if last > first:
-            try_lock(fd, DEMAND_AT + self.place.map_at + first, last - first, shared=True)
+            try_lock(fd, DEMAND_AT + place.map_at + first, last - first, shared=True)
         return fd
 
     def deposit(self, data: bytes) -> None:

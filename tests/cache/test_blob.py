@@ -225,6 +225,23 @@ def test_files_that_vanish_or_are_replaced_are_left_alone(tmp_path: Path, folder
     assert (tmp_path / "away" / "map").read_bytes() == b"\1" + bytes(BLOCKS - 1)
 
 
+def test_another_thread_may_spill_while_a_demand_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blob = StoredBlob("x", SIZE, FolderPlace(folder))
+    opened = FolderPlace.open_map
+
+    def spilled_meanwhile(self: FolderPlace) -> int:
+        blob.spill()
+        return opened(self)
+
+    monkeypatch.setattr(FolderPlace, "open_map", spilled_meanwhile)
+    fd = blob.demand(ByteRange(0, 5))
+    assert fd is not None
+    close_own(fd)
+    assert blob.demand(ByteRange(0, 5)) is None
+
+
 def test_a_demand_is_seen_by_the_claims_it_concerns(folder: Path) -> None:
     blob, other = (StoredBlob("x", SIZE, FolderPlace(folder)) for _ in range(2))
     claim = blob.claim(ByteRange(0, 4 * BLOCK))

@@ -4,7 +4,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import loadstone
 from loadstone.errors import SettingsError
 from loadstone.loader import safe_open
 from loadstone.loader.tensors import crew, device_writer
-from loadstone.loader.tensors.crew import Crew
+from loadstone.loader.tensors.crew import Crew, Run
 from loadstone.loader.tensors.device import _written, parse_device, to_device
 from loadstone.loader.tensors.device_writer import DeviceWriter
 
@@ -210,17 +210,17 @@ def test_an_interrupted_end_leaves_the_memory_to_those_that_write_to_it(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second Ctrl-C, while the end waits for threads: they go on, into memory that nobody else may get."""
-    go, buffers = threading.Event(), list["weakref.ref[torch.Tensor]"]()
+    go, buffers = threading.Event(), dict[int, "weakref.ref[torch.Tensor]"]()
     copied: list[bool] = []
 
     def page_locked(size: int) -> torch.Tensor:
         memory = torch.empty(size, dtype=torch.uint8)
-        buffers.append(weakref.ref(memory))
+        buffers[memory.data_ptr()] = weakref.ref(memory)
         return memory
 
-    def slowly(runs: object) -> None:
+    def slowly(runs: Sequence[Run]) -> None:
         go.wait(20)
-        copied.append(buffers[len(copied)]() is not None)
+        copied.append(buffers[runs[0][0]]() is not None)
 
     def interrupted(self: threading.Thread, timeout: float | None = None) -> None:
         raise KeyboardInterrupt
@@ -240,7 +240,7 @@ def test_an_interrupted_end_leaves_the_memory_to_those_that_write_to_it(
     for thread in threads:
         thread.join(20)
     assert copied == [True, True]
-    assert not any(buffer() for buffer in buffers)
+    assert [buffer() for buffer in buffers.values()] == [None, None]
     assert not _copying_threads()
 
 
