@@ -18,8 +18,8 @@ DEMAND_AT = 1 << 40
 """Locks from here on in a map file say which blocks somebody is blocked on."""
 
 _RESERVED = 1024 * 1024  # claims from this size on reserve their room on the disk beforehand
-# Bytes of one write. The page cache takes each in as one folio, and those of 256 KiB or 1 MiB, which the
-# kernel has to look for, cost two to three times as much as these (measured on ext4).
+# Bytes of one write. The page cache takes each in as one folio. Larger ones cost more on virtual machines
+# that hand large free blocks back to their host, and the writes they would save are cheap.
 _PIECE = BLOCK
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 

@@ -130,8 +130,8 @@ class DeviceWriter:
             self._send()
 
     def _free_buffer(self) -> _Buffer:
-        another = self._idle and self._idle[0].free.query()  # type: ignore[no-untyped-call]  # likewise
-        if self._made < self._crew.size + 2 and not another:
+        ready = self._idle and self._idle[0].free.query()  # type: ignore[no-untyped-call]  # likewise
+        if self._made < self._crew.size + 2 and not ready:
             self._made += 1
             return _Buffer(_page_locked(PIECE), _event())
         if not self._idle:
