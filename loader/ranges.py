@@ -4,6 +4,7 @@ A *block* is 64 KiB of one object, the unit in which arrival is recorded. The si
 separate policy (several MiB), so that a small read moves few bytes and a large one needs few requests.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -58,3 +59,9 @@ def split(span: ByteRange, limit: int) -> list[ByteRange]:
     """Cut ``span`` into pieces of at most ``limit`` bytes."""
     starts = range(span.start, span.stop, limit)
     return [ByteRange(start, min(start + limit, span.stop)) for start in starts]
+
+
+def split_at(span: ByteRange, step: int) -> list[ByteRange]:
+    """Cut ``span`` at every multiple of ``step`` bytes."""
+    cuts = [span.start, *range((span.start // step + 1) * step, span.stop, step), span.stop]
+    return [ByteRange(start, stop) for start, stop in itertools.pairwise(cuts) if start < stop]

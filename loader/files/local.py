@@ -13,16 +13,14 @@ as the write before the opening. The time of the last status change would tell; 
 is linked, renamed, or changes owner or mode, which caches do to files in use. Against such writers,
 ``verify=True`` compares contents where digests are published.
 
-Ownership: a `LocalBlob` is complete when its constructor returns, and never changes but for ``close`` and for
-when it was last found in memory, one pair that any thread may replace; so it needs no lock. It keeps no file
-descriptor. The map is a private one, and a forked child has its own. The table of blobs is only ever added
-to, by ``dict.setdefault``; running prefetches belong to `LocalSource`.
+Ownership: a `LocalBlob` is complete when its constructor returns, and never changes but for ``close``; so it
+needs no lock. It keeps no file descriptor. The map is a private one, and a forked child has its own. The
+table of blobs is only ever added to, by ``dict.setdefault``; running prefetches belong to `LocalSource`.
 """
 
 import errno
 import os
 import stat
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,15 +35,13 @@ from loadstone.errors import (
     NotFoundError,
 )
 from loadstone.loader.files.mapping import map_private
-from loadstone.loader.files.residency import Residency, Window, begin_reading, is_cached, on_network
-from loadstone.loader.ranges import ByteRange, coalesce
+from loadstone.loader.files.readahead import ReadAhead
+from loadstone.loader.files.residency import Residency, Window
+from loadstone.loader.ranges import ByteRange
 from loadstone.loader.source import Blob, Prefetch, Span, StatedDigest
 from loadstone.loader.together import side_by_side
 
 _OPENERS = 8  # files opened side by side: hides latency of network file systems, few descriptors
-_PAGE = 4096
-_HINT = 4 * _PAGE  # spans from this size on are worth a read-ahead request of their own
-_TRUSTED = 1.0  # seconds for which what was found in memory is taken to be there still
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +70,6 @@ class LocalBlob:
     def __init__(self, path: str) -> None:
         self._path = path
         self._closed = False
-        self._on_network = on_network(path)
-        self._found = (0.0, False)  # until when it holds, and whether all of the file was in memory
         fd = _open(path)
         try:
             status = os.fstat(fd)
@@ -84,6 +78,7 @@ class LocalBlob:
                 raise FormatError(f"{path} is {kind}; expected a file")
             self._identity = Identity.of(status)
             self._buffer = map_private(fd, status.st_size)
+            self._ahead = ReadAhead(path, status.st_size)
         finally:
             os.close(fd)
 
@@ -116,19 +111,7 @@ class LocalBlob:
     def ensure(self, spans: Sequence[ByteRange], timeout: float | None = None) -> None:  # noqa: ARG002 - nothing here can take long
         """Check that the file is still the one opened, and ask the kernel to read ``spans`` soon."""
         self.check()
-        if self._in_memory():
-            return
-        large = [span for span in coalesce(spans, _PAGE) if span.nbytes >= _HINT]
-        if large:
-            begin_reading(self._path, self._buffer, large, self._on_network)
-
-    def _in_memory(self) -> bool:
-        """Say whether all of the file was in memory when looked at last; one look serves many tensors."""
-        until, found = self._found
-        if time.monotonic() >= until:
-            found = is_cached(self._path, self.size)
-            self._found = (time.monotonic() + _TRUSTED, found)
-        return found
+        self._ahead.begin(self._buffer, spans)
 
     def check(self) -> None:
         """Raise unless the path still leads to the file that was opened, unchanged, or to nothing."""

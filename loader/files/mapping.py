@@ -14,6 +14,7 @@ from loadstone.errors import CacheError
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
+_HUGE = 2 * 1024 * 1024
 _FLAGS = mmap.MAP_PRIVATE | _MAP_NORESERVE
 _PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -53,8 +54,11 @@ def map_private(fd: int, size: int, offset: int = 0) -> memoryview:
     """
     if size == 0:
         return memoryview(bytearray())
+    # The kernel puts an anonymous map of whole huge pages where a huge page may begin. Then it maps a large
+    # page of the file by one entry, without a fault for each of its small pages.
+    whole = -(-size // _HUGE) * _HUGE
     try:
-        owner = mmap.mmap(-1, size, flags=_FLAGS, prot=_PROTECTION)
+        owner = mmap.mmap(-1, whole if size >= _HUGE else size, flags=_FLAGS, prot=_PROTECTION)
     except OSError as error:
         raise _refused(size, error.errno or 0) from None
     address = ctypes.addressof(ctypes.c_char.from_buffer(owner))
@@ -62,7 +66,7 @@ def map_private(fd: int, size: int, offset: int = 0) -> memoryview:
     if _libc_mmap(address, size, _PROTECTION, _FLAGS | _MAP_FIXED, fd, offset) != address:
         raise _refused(size, ctypes.get_errno())
     owner.madvise(mmap.MADV_RANDOM)
-    return memoryview(owner)
+    return memoryview(owner)[:size]
 
 
 def map_anonymous(size: int) -> memoryview:

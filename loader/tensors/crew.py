@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 
-from loadstone.loader.files.residency import populate
+from loadstone.loader.files.readahead import populate
 
 Run = tuple[int, int, int]
 """Where to, where from, and how many bytes."""

@@ -12,7 +12,8 @@ from tests.support.pages import drop, resident
 
 import loadstone
 from loadstone.errors import ChangedError
-from loadstone.loader.files import local, memory, residency
+from loadstone.loader.files import blocks, memory, readahead, residency
+from loadstone.loader.files.blocks import BLOCK, BlockReader
 from loadstone.loader.files.local import LocalBlob, LocalSource
 from loadstone.loader.files.residency import Residency, Window
 from loadstone.loader.ranges import ByteRange
@@ -26,6 +27,7 @@ WINDOW = 2 * MIB
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work in smaller pieces than usual, so that small files have many of them."""
     monkeypatch.setattr(residency, "WINDOW", WINDOW)
+    monkeypatch.setattr(residency, "THREADS", 4)
     monkeypatch.setattr(residency, "_SCRATCH", MIB)
 
 
@@ -53,6 +55,50 @@ def test_brings_what_was_asked_for_and_little_else(tmp_path: Path) -> None:
     assert handle.progress().moved == 0
     assert 10 * MIB <= resident(path) <= 11 * MIB
     source.close()
+
+
+def test_whole_blocks_are_read_and_nothing_beside_them(tmp_path: Path) -> None:
+    if not blocks.are_known():
+        pytest.skip("this kernel reads no blocks: older than Linux 5.18, or with huge pages of another size")
+    path = cold_file(tmp_path, 5 * BLOCK + MIB)
+    reader = BlockReader(str(path))
+    span = ByteRange(BLOCK + 5000, 4 * BLOCK + 7)
+    ends = [ByteRange(BLOCK + 5000, 2 * BLOCK), ByteRange(4 * BLOCK, 4 * BLOCK + 7)]
+    assert reader.read(span) == ends
+    assert resident(path) == 2 * BLOCK
+    within = ByteRange(BLOCK // 2, BLOCK)
+    assert reader.read(within) == [within]
+    assert resident(path) == 2 * BLOCK
+
+
+def test_a_file_without_a_reader_of_blocks_is_left_to_others(tmp_path: Path) -> None:
+    span = ByteRange(0, BLOCK)
+    assert BlockReader(str(tmp_path / "none")).read(span) == [span]
+    (tmp_path / "empty").touch()
+    assert BlockReader(str(tmp_path / "empty")).read(span) == [span]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_everything_is_there_with_and_without_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    path = cold_file(tmp_path, 8 * BLOCK + 4097)
+    if not known:
+        monkeypatch.setattr(blocks, "are_known", lambda: False)
+    blob = LocalBlob(str(path))
+    assert Residency([Window(blob, ByteRange(4097, 8 * BLOCK + 4097))]).wait(60)
+    assert 8 * BLOCK <= resident(path) <= 8 * BLOCK + 8192
+    assert bytes(blob.buffer()) == path.read_bytes()
+
+
+def test_what_is_there_in_parts_is_completed(tmp_path: Path) -> None:
+    path = cold_file(tmp_path, 4 * BLOCK)
+    blob = LocalBlob(str(path))
+    for at in range(BLOCK // 2, 4 * BLOCK, BLOCK):
+        assert blob.read(ByteRange(at, at + 4096))
+    assert resident(path) < BLOCK
+    assert Residency([Window(blob, ByteRange(0, 4 * BLOCK))]).wait(60)
+    assert resident(path) == 4 * BLOCK
 
 
 def test_without_threads_it_is_all_there_when_prefetch_returns(
@@ -97,7 +143,7 @@ def test_demand_on_a_network_file_system_reads_in_large_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = cold_file(tmp_path, 16 * MIB)
-    monkeypatch.setattr(local, "on_network", lambda name: True)
+    monkeypatch.setattr(readahead, "on_network", lambda name: True)
     blob = LocalBlob(str(path))
     blob.ensure([ByteRange(4 * MIB, 8 * MIB)])
     assert 4 * MIB <= resident(path) < 16 * MIB  # there when it returns
@@ -211,5 +257,5 @@ def test_closing_stops_prefetches(tmp_path: Path) -> None:
 
 
 def test_this_disk_is_not_a_network() -> None:
-    assert not residency.on_network("/proc")
-    assert not residency.on_network("/nonexistent")
+    assert not readahead.on_network("/proc")
+    assert not readahead.on_network("/nonexistent")

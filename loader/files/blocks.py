@@ -1,0 +1,65 @@
+"""Reads whole 2 MiB blocks of a local file into the page cache, each by one request and as one large page.
+
+Read-ahead by advice (``WILLNEED``) fills the page cache page by page: half a million pages for 2 GB, which
+cost more to allocate and to map than a fast disk takes to deliver them. But a page fault in a map under
+``MADV_HUGEPAGE`` reads the whole block around it, and with ``MADV_RANDOM`` nothing else: as one large page
+where the file system keeps such (ext4, xfs, btrfs), by one request in any case (Linux 5.18 and later,
+``do_sync_mmap_readahead`` in ``mm/filemap.c``). It needs no read-ahead setting of the device.
+
+The advice goes to a map of its own, so that faults in the map that tensors live in still read single pages.
+
+Ownership: a `BlockReader` never changes once made, and any thread may read by it; its map goes with it.
+"""
+
+import functools
+import os
+from pathlib import Path
+
+from loadstone.errors import LoadstoneError
+from loadstone.loader.files.mapping import map_private
+from loadstone.loader.files.readahead import POPULATE_READ, advise
+from loadstone.loader.ranges import ByteRange
+
+BLOCK = 2 * 1024 * 1024
+"""Bytes of a block: the huge page of every machine whose small page is 4 KiB."""
+
+_HUGEPAGE = 14
+_KERNEL = (5, 18)
+_SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+
+
+class BlockReader:
+    """One file, ready to have its blocks read."""
+
+    def __init__(self, path: str) -> None:
+        self._view = memoryview(b"")
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return
+        try:
+            view = map_private(fd, os.fstat(fd).st_size)
+        except LoadstoneError:  # no address space is left: reading by advice needs none
+            return
+        finally:
+            os.close(fd)
+        if advise(view, ByteRange(0, len(view)), _HUGEPAGE):
+            self._view = view
+
+    def read(self, span: ByteRange) -> list[ByteRange]:
+        """Bring the blocks that lie wholly in ``span`` into the page cache; return what is left of it."""
+        start, stop = -(-span.start // BLOCK) * BLOCK, span.stop // BLOCK * BLOCK
+        if start >= stop or stop > len(self._view):
+            return [span]
+        advise(self._view, ByteRange(start, stop), POPULATE_READ)
+        return [end for end in (ByteRange(span.start, start), ByteRange(stop, span.stop)) if end.nbytes]
+
+
+@functools.cache
+def are_known() -> bool:
+    """Say whether this kernel reads blocks of that size; where huge pages are of another size it does not."""
+    try:
+        release = tuple(int(part) for part in os.uname().release.split(".")[:2])
+        return release >= _KERNEL and int(_SIZE_FILE.read_text()) == BLOCK
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,179 @@
+"""Reading ahead of use: whether a file's bytes are in memory, and how to have the kernel bring them.
+
+Nothing here waits for data, but where a file lies on a network, and nothing changes a result: what cannot be
+asked for is read when it is used.
+
+Ownership: a `ReadAhead` is shared by all threads. It only knows when its file was last found in memory, one
+pair that any thread may replace; so it needs no lock.
+"""
+
+import contextlib
+import ctypes
+import os
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from loadstone.loader.node.filesystem import filesystem_type
+from loadstone.loader.ranges import ByteRange, coalesce, split
+
+NETWORK_TYPES = {
+    0x6969: "nfs",
+    0x517B: "smb",
+    0xFF534D42: "cifs",
+    0xFE534D42: "smb2",
+    0x00C36400: "ceph",
+    0x0BD00BD0: "lustre",
+    0x65735546: "fuse",
+    0x01021997: "9p",
+    0x5346414F: "afs",
+    0x47504653: "gpfs",
+    0x19830326: "beegfs",
+    0x20030528: "orangefs",
+}
+"""File systems served over a network, or by a process, by their magic number in ``statfs(2)``."""
+
+POPULATE_READ = 22
+"""Advice of Linux 5.14 and later: read what is not in memory, wait for it, and map it."""
+
+_WILLNEED = 3
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_HINT = 4 * _PAGE  # spans from this size on are worth a read-ahead request of their own
+_TRUSTED = 1.0  # seconds for which what was found in memory is taken to be there still
+_ADVISED = 256 * 1024  # one call starts at most the device's read-ahead, and drops the rest of the advice
+_SAMPLE = 8 * 1024 * 1024
+_SPARSE = 4 * _SAMPLE  # between the samples of a whole file
+_MOST_SAMPLED = 1024 * _SPARSE  # of a larger file, only what is asked for is looked at
+_SCRATCH = 4 * 1024 * 1024
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise  # called through ctypes: that lets other threads run
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class ReadAhead:
+    """The reading ahead of one mapped file, as spans of it are about to be used.
+
+    Parameters
+    ----------
+    path : str
+        Where it is.
+    size : int
+        Its length in bytes; 0: parts of it may be holes, so that only spans are looked at, never all of it.
+    """
+
+    def __init__(self, path: str, size: int) -> None:
+        self.path = path
+        self._size = size
+        self._on_network = on_network(path)
+        self._found = (0.0, False)  # until when it holds, and whether all of the file was in memory
+
+    def begin(self, buffer: memoryview, spans: Sequence[ByteRange]) -> None:
+        """Ask the kernel to read ``spans`` soon, where it may pay; ``buffer`` is the file's map."""
+        if self.in_memory():
+            return
+        large = [span for span in coalesce(spans, _PAGE) if span.nbytes >= _HINT]
+        if large:
+            begin_reading(self.path, buffer, large, self._on_network)
+
+    def in_memory(self) -> bool:
+        """Say whether all of the file was in memory when looked at last; one look serves many tensors."""
+        if not self._size:
+            return False
+        until, found = self._found
+        if time.monotonic() >= until:
+            found = is_cached(self.path, self._size)
+            self._found = (time.monotonic() + _TRUSTED, found)
+        return found
+
+
+def begin_reading(
+    path: str, buffer: memoryview, spans: Sequence[ByteRange], sequential: bool = False
+) -> None:
+    """Have the kernel read ``spans`` of a mapped file, where they are not in memory already.
+
+    Returns without waiting for data, but where ``sequential`` says that the file lies on a network: then the
+    spans are read here, in large pieces. Where it cannot be done it is left: it changes no result.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a sample brings its own page only
+        for span in spans:
+            if _is_cached(fd, span):
+                continue
+            if sequential:
+                _read_ahead(fd, span)
+            else:
+                for piece in split(span, _ADVISED):
+                    advise(buffer, piece, _WILLNEED)
+    finally:
+        os.close(fd)
+
+
+def is_cached(path: str, size: int) -> bool:
+    """Say whether samples of a whole file can all be read without waiting for a disk."""
+    if size > _MOST_SAMPLED:
+        return False
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        # From another place each time: a sample that finds nothing brings its own page in, and the next look
+        # would find that, and nothing beside it.
+        first = random.randrange(min(_SPARSE, max(1, size)))  # noqa: S311  nothing secret
+        return _is_cached(fd, ByteRange(min(first, size), size), _SPARSE)
+    finally:
+        os.close(fd)
+
+
+def _read_ahead(fd: int, span: ByteRange) -> None:
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    scratch = memoryview(bytearray(min(_SCRATCH, span.nbytes)))
+    with contextlib.suppress(OSError):  # reading the tensor itself tells what is wrong
+        for piece in split(span, len(scratch)):
+            os.preadv(fd, [scratch[: piece.nbytes]], piece.start)
+
+
+def _is_cached(fd: int, span: ByteRange, stride: int = _SAMPLE) -> bool:
+    """Say whether samples of ``span`` can all be read without waiting for a disk.
+
+    Cheap where everything is in memory, unlike advice, which walks all pages. Not by ``mincore``: that
+    answers yes to whoever may not write the file.
+    """
+    one = bytearray(1)
+    try:
+        for start in range(span.start, span.stop, stride):
+            os.preadv(fd, [one], start, os.RWF_NOWAIT)
+        os.preadv(fd, [one], span.stop - 1, os.RWF_NOWAIT)
+    except OSError:  # EAGAIN: it would wait; EOPNOTSUPP: it cannot be told here
+        return False
+    return True
+
+
+def on_network(path: str) -> bool:
+    """Say whether ``path`` lies on a file system that is served over a network, or by a process (FUSE)."""
+    return filesystem_type(Path(path)) in NETWORK_TYPES
+
+
+def advise(buffer: memoryview, span: ByteRange, advice: int) -> bool:
+    """Give ``advice`` on the pages of ``span`` of a map; say whether the kernel could take it."""
+    start = span.start // _PAGE * _PAGE
+    stop = min(span.stop, len(buffer))
+    if start >= stop:
+        return True
+    base = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    return bool(_madvise(base + start, stop - start, advice) == 0)
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Map the pages of ``nbytes`` of this process's memory, reading those that are not here, in one call.
+
+    Where the kernel cannot, their first use does it.
+    """
+    start = address // _PAGE * _PAGE
+    _madvise(start, address + nbytes - start, POPULATE_READ)
