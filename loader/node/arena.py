@@ -117,6 +117,11 @@ class ArenaPlace:
         self.map_at = map_at
         self._arena = arena  # whose descriptor must stay open
 
+    @property
+    def data_path(self) -> str:
+        """Nowhere."""
+        return ""
+
     def open_data(self) -> int:
         """Open the memory."""
         return self._arena.reopen()

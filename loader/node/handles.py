@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from loadstone.loader.files.residency import Residency
 from loadstone.loader.node.jobs import Batch, Fillable
 from loadstone.loader.ranges import ByteRange, coalesce
 from loadstone.loader.source import Progress
@@ -35,9 +36,15 @@ class PrefetchHandle:
         What it works on.
     wanted : Sequence
         What was asked for.
+
+    Attributes
+    ----------
+    resident : Residency or None
+        What was on this node's disk, on its way into memory; set before anyone else has the handle.
     """
 
     def __init__(self, runner: Runner, batch: Batch, wanted: Sequence[tuple[Fillable, ByteRange]]) -> None:
+        self.resident: Residency | None = None
         self._runner = runner
         self._batch = batch
         spans: dict[int, tuple[Fillable, list[ByteRange]]] = {}
@@ -56,11 +63,16 @@ class PrefetchHandle:
             for run in blob.stored.missing(span)
         )
         seconds = (self._batch.ended_at or time.monotonic()) - self._begun
+        if self.resident is not None:
+            read = self.resident.progress()
+            missing = min(self._total, missing + read.total - read.ready)
+            seconds = max(seconds, read.seconds)
         return Progress(self._total, self._total - missing, self._batch.moved, seconds)
 
     def done(self) -> bool:
         """Say whether it has ended: complete, failed or cancelled."""
-        return self._runner.batch_ended(self._batch, 0)
+        here = self.resident is None or self.resident.done()
+        return here and self._runner.batch_ended(self._batch, 0)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block until it has ended; ``False`` when ``timeout`` seconds went by first.
@@ -70,12 +82,15 @@ class PrefetchHandle:
         LoadstoneError
             What stopped it; nothing when that was `cancel`.
         """
+        end = None if timeout is None else time.monotonic() + timeout
         if not self._runner.batch_ended(self._batch, timeout):
             return False
         if self._batch.error is not None:
             raise self._batch.error
-        return True
+        return self.resident is None or self.resident.wait(end and max(0.0, end - time.monotonic()))
 
     def cancel(self) -> None:
         """Stop it; nothing of it is running when this returns."""
         self._runner.cancel(self._batch)
+        if self.resident is not None:
+            self.resident.cancel()

@@ -25,6 +25,11 @@ class Place(Protocol):
     data_at: int
     map_at: int
 
+    @property
+    def data_path(self) -> str:
+        """Where the data file can be opened to read ahead in it; empty: its bytes are in memory."""
+        ...
+
     def open_data(self) -> int:
         """Open the data file; `GoneError` when it is no longer there."""
         ...
@@ -70,6 +75,11 @@ class FolderPlace:
             except OSError as error:
                 raise GoneError(f"{path} of the node cache is not there: {error.strerror}") from None
             self._ids[name] = FileId(info.st_dev, info.st_ino)
+
+    @property
+    def data_path(self) -> str:
+        """The data file."""
+        return f"{self.folder}/data"
 
     def open_data(self) -> int:
         """Open the data file."""

@@ -24,6 +24,7 @@ from loadstone.loader.locations import Location
 from loadstone.loader.node import fetchers
 from loadstone.loader.node.blob import StoredBlob
 from loadstone.loader.node.cache import NodeCache
+from loadstone.loader.node.cached import bring_into_memory
 from loadstone.loader.node.claims import StorageError
 from loadstone.loader.node.forks import renew_in_child
 from loadstone.loader.node.handles import PrefetchHandle
@@ -86,6 +87,8 @@ class RemoteBlob:
                     f"{self.name} has {self.size} bytes; {span.start} to {span.stop} do not exist"
                 )
         wait_for(self._source.fetcher, self, spans, timeout)
+        if self.stored.ahead is not None:
+            self.stored.ahead.begin(self.stored.view, spans)
 
     def read(self, span: ByteRange) -> bytes:
         """Return a copy of ``span``'s bytes, waiting for them."""
@@ -229,6 +232,7 @@ class RemoteSource:
                 )
             wanted.append((span.blob, span.range))
         handle = self.fetcher.prefetch(wanted)
+        handle.resident = bring_into_memory(wanted)
         with self._lock:
             self._handles = [old for old in self._handles if not old.done()] + [handle]
         return handle

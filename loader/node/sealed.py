@@ -43,14 +43,17 @@ class SealedPlace:
     Parameters
     ----------
     folder : str
-        The blob's folder.
+        The blob's folder, by a path that leads there for now.
+    data_path : str
+        Where the data file can be opened later, to read ahead in it.
     """
 
     data_at = 0
     map_at = 0
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, data_path: str) -> None:
         self._folder: str | None = folder
+        self.data_path = data_path
 
     def open_data(self) -> int:
         """Open the data file, for reading."""
@@ -125,7 +128,7 @@ class SealedFolder:
             folder = f"/proc/self/fd/{own}"
             if not _complete(Path(folder), version):
                 return None
-            place = SealedPlace(folder)
+            place = SealedPlace(folder, f"{self.folder}/blobs/{key}/data")
             end = None if leased is None else lambda: leased.drop(key)
             blob = StoredBlob(name, version.size, place, on_close=end)
             place.leave()

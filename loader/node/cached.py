@@ -1,0 +1,63 @@
+"""What this node holds already, on its way from the disk into memory.
+
+Bytes of an earlier boot, or of a model that others have pushed out of memory, are on the node's disk and
+nowhere else. A page fault would fetch them page by page; so a prefetch also reads ahead what is here.
+
+Ownership: a `CachedFile` never changes; its threads are those of the `Residency` that uses it.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+from loadstone.loader.files.residency import Residency, Window
+from loadstone.loader.node.blob import StoredBlob
+from loadstone.loader.node.jobs import Fillable
+from loadstone.loader.ranges import ByteRange
+
+
+class CachedFile:
+    """The data file of a blob; see `loadstone.loader.files.residency.MappedFile`."""
+
+    def __init__(self, blob: Fillable, path: str) -> None:
+        self._blob = blob
+        self._path = path
+
+    @property
+    def name(self) -> str:
+        """Its path."""
+        return self._path
+
+    def buffer(self) -> memoryview:
+        """Return the blob's map."""
+        return self._blob.stored.view
+
+    def check(self) -> None:
+        """Raise when the blob was closed; blocks that are marked never change."""
+        self._blob.check_open()
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Have the file read; where it cannot be, the map still is."""
+        with contextlib.suppress(OSError), open(self._path, "rb", buffering=0) as file:  # noqa: PTH123  text
+            os.preadv(file.fileno(), [into], offset)
+
+
+def bring_into_memory(wanted: Sequence[tuple[Fillable, ByteRange]]) -> Residency | None:
+    """Start to read what of ``wanted`` is on this node's disk and not in memory; ``None`` for nothing."""
+    windows = []
+    for blob, span in wanted:
+        ahead = blob.stored.ahead
+        if ahead is not None and blob.stored.place is not None and not ahead.in_memory():
+            file = CachedFile(blob, ahead.path)
+            windows += [Window(file, run) for run in _here(blob.stored, span)]
+    return Residency(windows) if windows else None
+
+
+def _here(stored: StoredBlob, span: ByteRange) -> Iterator[ByteRange]:
+    at = span.start
+    for run in stored.missing(span):
+        if run.start > at:
+            yield ByteRange(at, run.start)
+        at = run.stop
+    if at < span.stop:
+        yield ByteRange(at, span.stop)

@@ -1,0 +1,176 @@
+"""A cache whose bytes are on the disk and no longer in memory is read ahead, not page by page."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.cache_worker import blobs_of, open_source, settings_for
+from tests.support.pages import drop, resident
+from tests.support.served_folder import Served
+
+from loadstone.errors import ClosedError
+from loadstone.loader.files import readahead
+from loadstone.loader.files.blocks import BLOCK as LARGE
+from loadstone.loader.node.remote import RemoteBlob, RemoteSource
+from loadstone.loader.ranges import BLOCK, ByteRange
+from loadstone.loader.source import Span
+
+SIZE = 8 * LARGE + 1000
+PAGE = 4096
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    made = Served(tmp_path / "served", {"model": SIZE})
+    yield made
+    made.server.close()
+
+
+class Node:
+    """A cache folder with one blob in it, which is opened afresh, out of memory."""
+
+    def __init__(self, served: Served, cache: Path) -> None:
+        self.served = served
+        self.cache = cache
+        self.sources: list[RemoteSource] = []
+
+    @property
+    def data(self) -> Path:
+        (found,) = self.cache.glob("blobs/*/data")
+        return found
+
+    def open(self) -> tuple[RemoteSource, RemoteBlob]:
+        source = open_source(self.served.server.url, settings_for(self.cache))
+        self.sources.append(source)
+        blob = blobs_of(source, ["model"])["model"]
+        assert isinstance(blob, RemoteBlob)
+        return source, blob
+
+    def bring(self, *spans: ByteRange) -> None:
+        source, blob = self.open()
+        assert source.prefetch([Span(blob, span) for span in spans]).wait(30)
+        assert source.settle(30)
+        source.close()
+        self.served.hook.sent.clear()
+
+    def grow_cold(self) -> None:
+        drop(self.data)
+        if resident(self.data) > PAGE:
+            pytest.skip("this file system keeps its pages: tmpfs cannot be cold")
+
+
+@pytest.fixture
+def node(served: Served, tmp_path: Path) -> Iterator[Node]:
+    made = Node(served, tmp_path / "cache")
+    yield made
+    for source in made.sources:
+        source.close()
+
+
+def test_a_prefetch_brings_all_of_it_into_memory(node: Node) -> None:
+    node.bring(ByteRange(0, SIZE))
+    node.grow_cold()
+    source, blob = node.open()
+    assert blob.ready(ByteRange(0, SIZE))
+    assert resident(node.data) <= LARGE
+    handle = source.prefetch([Span(blob, ByteRange(0, SIZE))])
+    assert handle.wait(30)
+    assert handle.done()
+    assert handle.progress().ready == handle.progress().total == SIZE
+    assert handle.progress().moved == 0
+    assert resident(node.data) >= SIZE
+    assert bytes(blob.buffer()) == (node.served.folder / "model").read_bytes()
+    assert node.served.hook.sent["model"] == 0
+
+
+def test_a_prefetch_brings_nothing_beside_what_was_asked_for(node: Node) -> None:
+    node.bring(ByteRange(0, SIZE))
+    node.grow_cold()
+    source, blob = node.open()
+    before = resident(node.data)
+    assert source.prefetch([Span(blob, ByteRange(2 * LARGE, 5 * LARGE))]).wait(30)
+    assert 3 * LARGE <= resident(node.data) - before <= 3 * LARGE + 16 * PAGE
+
+
+def test_use_reads_ahead_what_it_needs(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.bring(ByteRange(0, SIZE))
+    node.grow_cold()
+    _, blob = node.open()
+    asked: list[ByteRange] = []
+    advise = readahead.advise
+
+    def recorded(buffer: memoryview, span: ByteRange, advice: int) -> bool:
+        asked.append(span)
+        return advise(buffer, span, advice)
+
+    monkeypatch.setattr(readahead, "advise", recorded)
+    blob.ensure([ByteRange(LARGE, 2 * LARGE)])
+    assert asked[0].start == LARGE
+    assert asked[-1].stop == 2 * LARGE
+    deadline = time.monotonic() + 30
+    while resident(node.data) < LARGE and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert LARGE <= resident(node.data) < 2 * LARGE
+    asked.clear()
+    blob.ensure([ByteRange(LARGE, 2 * LARGE)])
+    assert asked == []
+
+
+def test_of_what_is_here_in_parts_the_rest_is_fetched(node: Node) -> None:
+    node.bring(ByteRange(0, 2 * LARGE), ByteRange(4 * LARGE, 6 * LARGE))
+    node.grow_cold()
+    source, blob = node.open()
+    handle = source.prefetch([Span(blob, ByteRange(0, SIZE))])
+    assert handle.wait(30)
+    assert handle.progress().ready == SIZE
+    assert resident(node.data) >= SIZE
+    assert bytes(blob.buffer()) == (node.served.folder / "model").read_bytes()
+    assert node.served.hook.sent["model"] <= SIZE - 4 * LARGE + 2 * BLOCK
+
+
+def test_what_is_in_memory_or_new_is_not_read_ahead(node: Node) -> None:
+    source, blob = node.open()
+    handle = source.prefetch([Span(blob, ByteRange(0, SIZE))])
+    assert handle.resident is None
+    assert handle.wait(30)
+    assert source.settle(30)
+    source.close()
+    source, blob = node.open()
+    handle = source.prefetch([Span(blob, ByteRange(0, SIZE))])
+    assert handle.resident is None
+    assert handle.wait(30)
+
+
+def test_a_closed_blob_ends_it(node: Node) -> None:
+    node.bring(ByteRange(0, SIZE))
+    node.grow_cold()
+    source, blob = node.open()
+    blob.closed = True
+    handle = source.prefetch([Span(blob, ByteRange(0, SIZE))])
+    with pytest.raises(ClosedError, match="model was closed"):
+        handle.wait(30)
+    assert handle.done()
+    assert resident(node.data) <= LARGE
+
+
+def test_cancelling_ends_it(node: Node) -> None:
+    node.bring(ByteRange(0, SIZE))
+    node.grow_cold()
+    source, blob = node.open()
+    handle = source.prefetch([Span(blob, ByteRange(0, SIZE))])
+    handle.cancel()
+    assert handle.done()
+    assert handle.wait(0)
+    assert bytes(blob.buffer()) == (node.served.folder / "model").read_bytes()
+
+
+def test_a_cache_that_was_removed_is_no_failure(node: Node) -> None:
+    node.bring(ByteRange(0, SIZE))
+    node.grow_cold()
+    source, blob = node.open()
+    os.rename(node.data, node.data.with_name("elsewhere"))  # noqa: PTH104  as evictions do, more or less
+    assert source.prefetch([Span(blob, ByteRange(0, SIZE))]).wait(30)
+    blob.ensure([ByteRange(LARGE, 2 * LARGE)])
+    assert bytes(blob.buffer()) == (node.served.folder / "model").read_bytes()
