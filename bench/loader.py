@@ -2,7 +2,8 @@
 
 Nine pieces of work, each in fresh processes, ways interleaved, the page cache's state proved before each run:
 
-- *resident*: a checkpoint of four shards, cold, until every byte is in memory; and the disk's own limit;
+- *resident*: a checkpoint of four shards, cold, until every byte is in memory, as files and as a node cache
+  that holds it; and the disk's own limit. Free memory is touched just before (`own_memory`);
 - *usable*: the same, warm, until every tensor can be used, and what that takes of anonymous memory;
 - *many*: opening a file of 100,000 tensors and listing their names;
 - *model*: a transformers model until it can be called, warm; and building the module alone;
@@ -14,6 +15,7 @@ Nine pieces of work, each in fresh processes, ways interleaved, the page cache's
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,12 +24,16 @@ from loadstone.bench import disk
 from loadstone.bench.hold import hold_together
 from loadstone.bench.inputs import written
 from loadstone.bench.loader_bars import loader_bars
+from loadstone.bench.loader_cached import in_node_cache
 from loadstone.bench.loader_inputs import Inputs
 from loadstone.bench.runner import CannotRun, Way, chosen_works, run_process, run_ways
 from loadstone.bench.schema import Report
 from loadstone.settings import Settings
 
 PROCESSES = 4
+
+CACHED = "resident_cached"
+"""The way that finds the checkpoint in a node cache."""
 
 _CHILD = "loadstone.bench.loader_child"
 _MODELS = "loadstone.bench.loader_models_child"
@@ -80,6 +86,7 @@ WORKS: dict[str, Work] = {
             "disk: plain reads": "disk_plain",
             "disk: into memory for all of it": "disk_keep",
             "cold: loadstone": "resident_loadstone",
+            "cold: loadstone, from the node cache": CACHED,
             "cold: safetensors load_file, touched": "resident_load_file",
             "cold: Run:ai streamer": "resident_runai",
             "cold: fastsafetensors": "resident_fastsafetensors",
@@ -206,7 +213,8 @@ def loader(
                 Way(way, partial(_measure, piece, target, inputs, env), piece.title)
                 for way, target in piece.ways.items()
             ]
-            run_ways(report, ways, runs)
+            with in_node_cache(inputs) if CACHED in piece.ways.values() else nullcontext():
+                run_ways(report, ways, runs)
         model_bytes = sum(path.stat().st_size for path in _model(inputs))
     report.bars += loader_bars(report, model_bytes)
     return report
@@ -215,10 +223,16 @@ def loader(
 def _measure(
     work: Work, target: str, inputs: Inputs, env: Mapping[str, str]
 ) -> tuple[str, Mapping[str, float]]:
-    files = [inputs.tensorized] if target.endswith("tensorizer") else work.files(inputs)
+    files = work.files(inputs)
+    if target.endswith("tensorizer"):
+        files = [inputs.tensorized]
+    elif target == CACHED:
+        files = inputs.cached
     if not files[0].exists():
         raise CannotRun("is not installed")
     state = work.prepare(files)
+    if work is WORKS["resident"]:
+        state += ", free memory touched just before"
     argv = [sys.executable, "-m", work.module, target, str(inputs.folder)]
     if target.startswith("hold_"):
         return state, hold_together(argv, env, PROCESSES)

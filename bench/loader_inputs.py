@@ -61,6 +61,26 @@ class Inputs:
         """The tensors of `sharded`, for tensorizer."""
         return self.folder / "tensorized" / "model.tensors"
 
+    @property
+    def cache(self) -> Path:
+        """The node cache that holds `sharded`; see `loadstone.bench.loader_cached`."""
+        return self.folder / "cache"
+
+    @property
+    def cached(self) -> list[Path]:
+        """The weight files in it."""
+        return [path for path in sorted(self.cache.glob("blobs/*/data")) if _holds_tensors(path)]
+
+    @property
+    def url_file(self) -> Path:
+        """Where it is written under which URL it is in there."""
+        return self.folder / "url"
+
+
+def _holds_tensors(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"  # the index beside them has it at its beginning
+
 
 def many_tensors(size: int) -> int:
     """Return how many tensors the file of many gets."""

@@ -260,9 +260,11 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
     def prefetch(self, patterns: Patterns | Mapping[str, object] = None) -> Prefetch:
         """Begin to bring tensors here in the background, in the order in which a model uses them.
 
-        Without patterns, the small files beside the weights (configuration, tokenizer) come first. A mapping
-        of names to what is written between the brackets of `slice` brings just those parts, in its own order,
-        as one rank of several wants them: ``{"lm_head.weight": np.s_[:16000], …}``.
+        What is on this machine's disk already, as a local file or in the node cache, is read into memory, up
+        to four fifths of what is free. Without patterns, the small files beside the weights (configuration,
+        tokenizer) come first. A mapping of names to what is written between the brackets of `slice` brings
+        just those parts, in its own order, as one rank of several wants them:
+        ``{"lm_head.weight": np.s_[:16000], …}``.
         """
         self._check_open()
         if isinstance(patterns, Mapping):

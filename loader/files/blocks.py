@@ -13,12 +13,14 @@ Ownership: a `BlockReader` never changes once made, and any thread may read by i
 
 import functools
 import os
+from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
 
 from loadstone.errors import LoadstoneError
 from loadstone.loader.files.mapping import map_private
 from loadstone.loader.files.readahead import POPULATE_READ, advise
-from loadstone.loader.ranges import ByteRange
+from loadstone.loader.ranges import ByteRange, coalesce
 
 BLOCK = 2 * 1024 * 1024
 """Bytes of a block: the huge page of every machine whose small page is 4 KiB."""
@@ -29,10 +31,21 @@ _SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
 
 class BlockReader:
-    """One file, ready to have its blocks read."""
+    """One file, ready to have its blocks read.
 
-    def __init__(self, path: str) -> None:
+    Parameters
+    ----------
+    path : str
+        The file.
+    wanted : sequence of ByteRange
+        All that is going to be read of it: a block may be read when any part of it is asked for, if all of it
+        is wanted.
+    """
+
+    def __init__(self, path: str, wanted: Sequence[ByteRange]) -> None:
         self._view = memoryview(b"")
+        self._wanted = coalesce(wanted)
+        self._starts = [run.start for run in self._wanted]
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
@@ -47,12 +60,15 @@ class BlockReader:
             self._view = view
 
     def read(self, span: ByteRange) -> list[ByteRange]:
-        """Bring the blocks that lie wholly in ``span`` into the page cache; return what is left of it."""
-        start, stop = -(-span.start // BLOCK) * BLOCK, span.stop // BLOCK * BLOCK
+        """Bring the blocks of ``span``, a part of what is wanted, into the page cache; return the rest."""
+        run = self._wanted[bisect_right(self._starts, span.start) - 1]
+        start = max(span.start // BLOCK, -(-run.start // BLOCK)) * BLOCK
+        stop = min(-(-span.stop // BLOCK), run.stop // BLOCK) * BLOCK
         if start >= stop or stop > len(self._view):
             return [span]
         advise(self._view, ByteRange(start, stop), POPULATE_READ)
-        return [end for end in (ByteRange(span.start, start), ByteRange(stop, span.stop)) if end.nbytes]
+        ends = (span.start, min(start, span.stop)), (max(stop, span.start), span.stop)
+        return [ByteRange(*end) for end in ends if end[0] < end[1]]
 
 
 @functools.cache

@@ -74,6 +74,9 @@ class Residency:
     def __init__(self, spans: Sequence[Window]) -> None:
         self._windows = [Window(span.file, part) for span in spans for part in split_at(span.range, WINDOW)]
         self._total = sum(window.range.nbytes for window in self._windows)
+        self._wanted: dict[str, list[ByteRange]] = {}
+        for span in spans:
+            self._wanted.setdefault(span.file.name, []).append(span.range)
         self._budget = 0
         self._lock = threading.Lock()
         self._readers: dict[str, BlockReader | None] = {}
@@ -83,7 +86,7 @@ class Residency:
         self._ended: float | None = None
         self._error: LoadstoneError | None = None
         self._cancelled = threading.Event()
-        self._sequential = any(map(on_network, {span.file.name for span in spans}))
+        self._sequential = any(map(on_network, self._wanted))
         self._pid = os.getpid()
         # It starts the others: here, starting each would wait for the ones before it to let go of the map.
         self._first = self._thread(0, self._lead)
@@ -179,10 +182,11 @@ class Residency:
 
     def _reader(self, file: MappedFile) -> BlockReader | None:
         with self._lock:
-            if file.name not in self._readers:
-                cold = blocks.are_known() and not is_cached(file.name, len(file.buffer()))
-                self._readers[file.name] = BlockReader(file.name) if cold else None
-            return self._readers[file.name]
+            name = file.name
+            if name not in self._readers:
+                cold = blocks.are_known() and not is_cached(name, len(file.buffer()))
+                self._readers[name] = BlockReader(name, self._wanted[name]) if cold else None
+            return self._readers[name]
 
     def _finish(self, window: Window, seconds: float) -> None:
         with self._lock:

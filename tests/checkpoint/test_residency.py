@@ -61,21 +61,36 @@ def test_whole_blocks_are_read_and_nothing_beside_them(tmp_path: Path) -> None:
     if not blocks.are_known():
         pytest.skip("this kernel reads no blocks: older than Linux 5.18, or with huge pages of another size")
     path = cold_file(tmp_path, 5 * BLOCK + MIB)
-    reader = BlockReader(str(path))
     span = ByteRange(BLOCK + 5000, 4 * BLOCK + 7)
+    reader = BlockReader(str(path), [span])
     ends = [ByteRange(BLOCK + 5000, 2 * BLOCK), ByteRange(4 * BLOCK, 4 * BLOCK + 7)]
     assert reader.read(span) == ends
     assert resident(path) == 2 * BLOCK
-    within = ByteRange(BLOCK // 2, BLOCK)
+    within = ByteRange(BLOCK + 5000, 2 * BLOCK)
     assert reader.read(within) == [within]
     assert resident(path) == 2 * BLOCK
 
 
+def test_a_block_that_spans_share_is_read_for_either(tmp_path: Path) -> None:
+    if not blocks.are_known():
+        pytest.skip("this kernel reads no blocks: older than Linux 5.18, or with huge pages of another size")
+    path = cold_file(tmp_path, 4 * BLOCK)
+    middle = BLOCK + BLOCK // 3
+    spans = [ByteRange(middle, 3 * BLOCK), ByteRange(0, middle)]
+    reader = BlockReader(str(path), spans)
+    assert reader.read(ByteRange(middle, middle + 10)) == []
+    assert resident(path) == BLOCK
+    assert reader.read(spans[1]) == []
+    assert resident(path) == 2 * BLOCK
+    assert reader.read(spans[0]) == []
+    assert resident(path) == 3 * BLOCK
+
+
 def test_a_file_without_a_reader_of_blocks_is_left_to_others(tmp_path: Path) -> None:
     span = ByteRange(0, BLOCK)
-    assert BlockReader(str(tmp_path / "none")).read(span) == [span]
+    assert BlockReader(str(tmp_path / "none"), [span]).read(span) == [span]
     (tmp_path / "empty").touch()
-    assert BlockReader(str(tmp_path / "empty")).read(span) == [span]
+    assert BlockReader(str(tmp_path / "empty"), [span]).read(span) == [span]
 
 
 @pytest.mark.parametrize("known", [True, False])
