@@ -257,23 +257,24 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         """
         return selection.match(self._infos, self._opened.tied, patterns, self.name)
 
-    def prefetch(self, patterns: Patterns | Mapping[str, object] = None) -> Prefetch:
+    def prefetch(self, patterns: Patterns | Mapping[str, object] = None, *, warm: bool = True) -> Prefetch:
         """Begin to bring tensors here in the background, in the order in which a model uses them.
 
         What is on this machine's disk already, as a local file or in the node cache, is read into memory, up
-        to four fifths of what is free. Without patterns, the small files beside the weights (configuration,
-        tokenizer) come first. A mapping of names to what is written between the brackets of `slice` brings
-        just those parts, in its own order, as one rank of several wants them:
-        ``{"lm_head.weight": np.s_[:16000], …}``.
+        to four fifths of what is free; ``warm=False`` leaves the node cache on the disk. Without patterns,
+        the small files beside the weights (configuration, tokenizer) come first. A mapping of names to what
+        is written between the brackets of `slice` brings just those parts, in its own order, as one rank of
+        several wants them: ``{"lm_head.weight": np.s_[:16000], …}``.
         """
         self._check_open()
         if isinstance(patterns, Mapping):
             parts = ((self.info(name), self.slice(name).ranges(index)) for name, index in patterns.items())
             blobs = self._opened.blobs
-            return self.source.prefetch([Span(blobs[info.file], part) for info, few in parts for part in few])
+            wanted = [Span(blobs[info.file], part) for info, few in parts for part in few]
+            return self.source.prefetch(wanted, warm=warm)
         first = opening.companion_spans(self._opened) if patterns is None else []
         infos = as_read(self._infos[name] for name in self.match(patterns))
-        return self.source.prefetch([*first, *self._spans(infos)])
+        return self.source.prefetch([*first, *self._spans(infos)], warm=warm)
 
     def prefetch_names(self, names: Iterable[str]) -> Prefetch:
         """Begin to bring tensors here in the background, in the order given."""

@@ -157,8 +157,12 @@ class Source(Protocol):
         """
         ...
 
-    def prefetch(self, spans: Sequence[Span]) -> Prefetch:
-        """Start to bring ``spans`` here, in their order, in the background."""
+    def prefetch(self, spans: Sequence[Span], *, warm: bool = True) -> Prefetch:
+        """Start to bring ``spans`` here, in their order, in the background.
+
+        Those that are on this machine's disk already are read into memory; with ``warm=False`` only those
+        of local files, and what the node cache holds stays where it is.
+        """
         ...
 
     def stated_digest(self, blob: Blob) -> StatedDigest:

@@ -214,7 +214,7 @@ class LocalSource:
             return {name: self._open(name) for name in names}
         return dict(zip(names, side_by_side(self._open, names, _OPENERS, "loadstone-open"), strict=True))
 
-    def prefetch(self, spans: Sequence[Span]) -> Prefetch:
+    def prefetch(self, spans: Sequence[Span], *, warm: bool = True) -> Prefetch:  # noqa: ARG002  all there is to do
         """Start to make ``spans`` resident, in their order."""
         self._check_open()
         windows = [Window(span.blob, span.range) for span in spans if isinstance(span.blob, LocalBlob)]

@@ -221,8 +221,8 @@ class RemoteSource:
                 )
                 return {name: work.found.get(name) or self._blobs[name] for name in names}
 
-    def prefetch(self, spans: Sequence[Span]) -> PrefetchHandle:
-        """Start to bring ``spans`` here, in their order, in the background."""
+    def prefetch(self, spans: Sequence[Span], *, warm: bool = True) -> PrefetchHandle:
+        """Start to bring ``spans`` here, in their order, in the background; see `source.Source.prefetch`."""
         self._check_open()
         wanted = []
         for span in spans:
@@ -232,7 +232,8 @@ class RemoteSource:
                 )
             wanted.append((span.blob, span.range))
         handle = self.fetcher.prefetch(wanted)
-        handle.resident = bring_into_memory(wanted)
+        if warm:
+            handle.resident = bring_into_memory(wanted)
         with self._lock:
             self._handles = [old for old in self._handles if not old.done()] + [handle]
         return handle

@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.support.cache_worker import blobs_of, open_source, settings_for
 from tests.support.pages import drop, resident
 from tests.support.served_folder import Served
 
+from loadstone.cli import main
 from loadstone.errors import ClosedError
+from loadstone.fileserver import FileServer
 from loadstone.loader.files import readahead
 from loadstone.loader.files.blocks import BLOCK as LARGE
 from loadstone.loader.node.remote import RemoteBlob, RemoteSource
@@ -92,6 +96,33 @@ def test_a_prefetch_brings_nothing_beside_what_was_asked_for(node: Node) -> None
     before = resident(node.data)
     assert source.prefetch([Span(blob, ByteRange(2 * LARGE, 5 * LARGE))]).wait(30)
     assert 3 * LARGE <= resident(node.data) - before <= 3 * LARGE + 16 * PAGE
+
+
+def test_the_disk_is_left_alone_where_that_is_asked_for(
+    node: Node,
+) -> None:
+    node.bring(ByteRange(0, SIZE))
+    node.grow_cold()
+    source, blob = node.open()
+    handle = source.prefetch([Span(blob, ByteRange(0, SIZE))], warm=False)
+    assert handle.wait(30)
+    assert handle.progress().ready == SIZE
+    assert resident(node.data) <= LARGE
+
+
+def test_the_command_fetches_and_reads_nothing_else(tmp_path: Path) -> None:
+    folder, cache = tmp_path / "checkpoint", tmp_path / "cache"
+    folder.mkdir()
+    save_file({"w": torch.ones(4 * LARGE, dtype=torch.uint8)}, folder / "model.safetensors")
+    with FileServer(folder) as server:
+        argv = ["prefetch", server.url, "--cache", str(cache)]
+        assert main(argv) == 0
+        (data,) = (path for path in cache.glob("blobs/*/data") if path.stat().st_size > LARGE)
+        drop(data)
+        if resident(data) > PAGE:
+            pytest.skip("this file system keeps its pages: tmpfs cannot be cold")
+        assert main(argv) == 0
+        assert resident(data) <= LARGE
 
 
 def test_use_reads_ahead_what_it_needs(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

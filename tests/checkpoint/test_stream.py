@@ -131,7 +131,7 @@ class LateSource:
         header = 8 + int.from_bytes(first, "little") if name.endswith(".safetensors") else blob.size
         return LateBlob(blob, name, self._arrivals, header)
 
-    def prefetch(self, spans: Sequence[Span]) -> Prefetch:
+    def prefetch(self, spans: Sequence[Span], *, warm: bool = True) -> Prefetch:
         self.prefetches.append(LatePrefetch(spans, self._arrivals))
         return self.prefetches[-1]
 

@@ -142,7 +142,7 @@ class GatedSource:
             self._blobs[name] = real if isinstance(real, LoadstoneError) else GatedBlob(real, self._gate)
         return {name: self._blobs[name] for name in names}
 
-    def prefetch(self, spans: Sequence[Span]) -> Prefetch:
+    def prefetch(self, spans: Sequence[Span], *, warm: bool = True) -> Prefetch:
         return NoPrefetch()
 
     def stated_digest(self, blob: Blob) -> StatedDigest:

@@ -47,7 +47,9 @@ def prefetch(args: argparse.Namespace) -> int:
         progress = Progress(0, 0, 0, 0.0)
         if wanted:
             everything = not args.patterns and args.until == "all" and not passing
-            handle = checkpoint.prefetch(None if everything else [info.name for info in wanted])
+            names = None if everything else [info.name for info in wanted]
+            # Who uses it reads what is cached into memory, in a moment; until then others may need that more.
+            handle = checkpoint.prefetch(names, warm=False)
             follow(handle, checkpoint.name, as_json=args.json)
             progress = handle.progress()
         seconds = time.monotonic() - began
