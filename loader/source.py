@@ -5,7 +5,7 @@ one object of it, pinned to one version. Both are protocols, so that a checkpoin
 a local file is simply a blob whose every byte is ready.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,15 +50,19 @@ class StatedDigest:
     etag : str
         An MD5 in hex digits, followed by ``-N`` where it is one of the N parts' MD5s; empty when nothing is
         known that is a digest.
-    part_size : int
-        Bytes of each part but the last; 0: the digest is of the whole.
+    parts : tuple of ByteRange
+        What each of the parts is; empty: the digest is of the whole.
     reason : str
         Why nothing is known.
+    surer : callable or None
+        Asks for the size of every part, where ``parts`` were told from a few of them: for a digest that does
+        not match. ``None``: there is nothing left to ask.
     """
 
     etag: str = ""
-    part_size: int = 0
+    parts: tuple[ByteRange, ...] = ()
     reason: str = ""
+    surer: "Callable[[], StatedDigest] | None" = None
 
 
 class Blob(Protocol):

@@ -1,13 +1,13 @@
 """Compares files with the digests that somebody published for them.
 
 Digests come from ``loadstone.json``, from an HF cache, whose blobs of large files are named by their sha256,
-and from a store whose ETags are digests (S3's of objects stored in one request, or in parts of one size).
-Files are read from end to end, two at a time; local ones by ``pread``, never through their maps.
+and from a store whose ETags are digests (S3's of objects stored in one request, or in parts whose sizes are
+told). Files are read from end to end, two at a time; local ones by ``pread``, never through their maps.
 """
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +15,7 @@ from typing import TypeVar
 from loadstone.errors import IntegrityError, LoadstoneError
 from loadstone.loader.layout.manifest import MANIFEST, FileRecord, Manifest
 from loadstone.loader.ranges import ByteRange, split
-from loadstone.loader.source import Blob, Source, Span
+from loadstone.loader.source import Blob, Source, Span, StatedDigest
 from loadstone.loader.together import side_by_side
 
 Result = TypeVar("Result")
@@ -77,26 +77,32 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """A digest that a file should have: a sha256, or an ETag over parts of ``part_size`` (0: no parts)."""
+    """A digest that a file should have: a sha256, or what a store stated of an ETag."""
 
     digest: str = ""
     by: str = ""
-    part_size: int | None = None
+    stated: StatedDigest | None = None
     reason: str = ""
 
     def of(self, blob: Blob) -> str:
         """Compute the digest that ``blob`` has."""
-        return _sha256(blob) if self.part_size is None else etag_of(blob, self.part_size)
+        return _sha256(blob) if self.stated is None else etag_of(blob, self.stated.parts)
+
+    def surer(self) -> "_Published | None":
+        """Ask for what this digest presumes, where it presumes anything."""
+        if self.stated is None or self.stated.surer is None:
+            return None
+        return _of_store(self.stated.surer())
 
     def told(self, name: str, found: str) -> str:
         """Say that ``found`` is another digest."""
-        if self.part_size is None:
+        if self.stated is None:
             return f"{name} has sha256 {found}, but {self.by} says {self.digest}"
         return f"{name} has an MD5 ETag of {found}, but {self.by} is {self.digest}"
 
     def check(self, name: str, size: int, found: str) -> FileCheck:
         """Return what is reported of a file."""
-        plain = self.part_size is None
+        plain = self.stated is None
         return FileCheck(
             name, size, found if plain else "", "" if plain else found, self.by, reason=self.reason
         )
@@ -121,31 +127,36 @@ def verify_files(
         manifest.check_sizes({name: blob.size for name, blob in opened.items()}, where)
     asked = _together(lambda name: _published(source, name, opened[name], listed), opened)
     known = dict(zip(opened, asked, strict=True))
-    compared = [name for name, published in known.items() if published.digest]
-    _bring(source, [opened[name] for name in compared])
-    digests = _together(lambda name: known[name].of(opened[name]), compared)
-    found = dict(zip(compared, digests, strict=True))
-    wrong = [name for name in compared if found[name] != known[name].digest]
+    _bring(source, [opened[name] for name in opened if known[name].digest])
+    compared = _together(lambda name: _compare(opened[name], known[name]), opened)
+    known = {name: published for name, (published, _) in zip(opened, compared, strict=True)}
+    found = {name: digest for name, (_, digest) in zip(opened, compared, strict=True)}
+    wrong = [name for name, published in known.items() if found[name] != published.digest]
     if wrong:
         told = "; ".join(known[name].told(name, found[name]) for name in wrong)
         raise IntegrityError(
             f"{where} is damaged: {told}; fetch it again (from a store: after `loadstone cache remove`)"
         )
     return VerifyReport(
-        tuple(known[name].check(name, blob.size, found.get(name, "")) for name, blob in opened.items())
+        tuple(known[name].check(name, blob.size, found[name]) for name, blob in opened.items())
     )
+
+
+def _compare(blob: Blob, published: _Published) -> tuple[_Published, str]:
+    """Return the digest a file should have, asked for more closely where need be, and the one it has."""
+    found = published.of(blob) if published.digest else ""
+    surer = published.surer() if found != published.digest else None
+    return (published, found) if surer is None else _compare(blob, surer)
 
 
 def _together(work: Callable[[str], Result], names: Iterable[str]) -> list[Result]:
     return side_by_side(work, names, _READERS, "loadstone-verify")
 
 
-def etag_of(blob: Blob, part_size: int) -> str:
-    """Return what S3's ETag of ``blob`` is when it was stored in parts of ``part_size``, 0 for no parts."""
-    whole = ByteRange(0, blob.size)
-    if not part_size:
-        return _md5(blob, whole).hexdigest()
-    parts = list(split(whole, part_size))
+def etag_of(blob: Blob, parts: Sequence[ByteRange]) -> str:
+    """Return what S3's ETag of ``blob`` is when it was stored in ``parts``; none: in one request."""
+    if not parts:
+        return _md5(blob, ByteRange(0, blob.size)).hexdigest()
     digests = b"".join(_md5(blob, part).digest() for part in parts)
     return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(parts)}"
 
@@ -167,10 +178,13 @@ def _published(source: Source, name: str, blob: Blob, listed: Mapping[str, FileR
         target = link.resolve()
         if target.parent.name == "blobs" and _SHA256.fullmatch(target.name):
             return _Published(target.name, "the HF cache's blob name")
-    stated = source.stated_digest(blob)
-    if stated.etag:
-        return _Published(stated.etag, "the store's ETag", stated.part_size)
-    return _Published(reason=stated.reason)
+    return _of_store(source.stated_digest(blob))
+
+
+def _of_store(stated: StatedDigest) -> _Published:
+    if not stated.etag:
+        return _Published(reason=stated.reason)
+    return _Published(stated.etag, "the store's ETag", stated)
 
 
 def _bring(source: Source, blobs: Iterable[Blob]) -> None:

@@ -122,9 +122,9 @@ class HttpTransport:
         target = _http(obj)
         if not target.access.digest_tags:
             return StatedDigest(reason="the ETags of its store are not known to be digests")
-        work = self._work(obj, gate)
 
         def ask(query: str, headers: Mapping[str, str]) -> HTTPMessage:
+            work = self._work(obj, gate)
             while True:
                 try:
                     return self._headers(replace(target, query=query), version, headers, work)

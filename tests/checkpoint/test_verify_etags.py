@@ -3,8 +3,10 @@
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from email.message import Message
 from http.client import HTTPMessage
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.support.checkpoints import model_tensors, write_sharded
+from tests.support.faulty_server import FaultyServer, Seen
 from tests.support.seaweed import BUCKET, Seaweed
 
 import loadstone
 from loadstone.cli import main
 from loadstone.errors import IntegrityError, TransferError
 from loadstone.fileserver import FileServer
+from loadstone.loader.ranges import ByteRange, split
 from loadstone.loader.stores.etags import stated
 from loadstone.loader.stores.store import Version
 from loadstone.settings import Settings
@@ -41,9 +45,9 @@ def put_in_parts(seaweed: Seaweed, key: str, data: bytes, cuts: list[int]) -> No
     client.complete_multipart_upload(**where, MultipartUpload={"Parts": parts})
 
 
-def large(folder: Path) -> bytes:
-    """Return a file of three parts."""
-    save_file({"large": torch.arange(3 << 20, dtype=torch.int32)}, folder / "large.safetensors")
+def large(folder: Path, mib: int = 12) -> bytes:
+    """Return a file of ``mib`` MiB; of 12, it takes three parts."""
+    save_file({"large": torch.arange(mib << 18, dtype=torch.int32)}, folder / "large.safetensors")
     return (folder / "large.safetensors").read_bytes()
 
 
@@ -106,6 +110,84 @@ def test_parts_of_different_sizes_are_not_checked(seaweed: Seaweed, tmp_path: Pa
         assert file.reason == "it was stored in parts of different sizes"
 
 
+def test_uneven_parts_whose_sum_is_that_of_even_ones_are_not_called_damaged(
+    seaweed: Seaweed, tmp_path: Path
+) -> None:
+    data, odd = large(tmp_path, 22), 1 << 19
+    sizes = [6 << 20, (6 << 20) - odd, (6 << 20) + odd]
+    put_in_parts(seaweed, "etags/sum/model.safetensors", data, list(accumulate(sizes)))
+    with opened(f"s3://{BUCKET}/etags/sum", seaweed, tmp_path / "cache") as checkpoint:
+        (file,) = checkpoint.verify().verified
+        assert file.etag.endswith("-4")
+    spoil_cached(tmp_path / "cache")
+    with (
+        opened(f"s3://{BUCKET}/etags/sum", seaweed, tmp_path / "cache") as checkpoint,
+        pytest.raises(IntegrityError, match="MD5 ETag"),
+    ):
+        checkpoint.verify()
+
+
+def multipart_store(data: bytes, cuts: list[int], *, tells: Callable[[int], bool]) -> FaultyServer:
+    """Return a server of one object in parts, which ``tells`` of those whose numbers it is asked about."""
+    parts = [data[start:stop] for start, stop in pairwise([0, *cuts, len(data)])]
+    digests = b"".join(hashlib.md5(part).digest() for part in parts)
+    tag = f'"{hashlib.md5(digests).hexdigest()}-{len(parts)}"'
+
+    def answer(request: Seen) -> tuple[int, dict[str, str], bytes]:
+        path, _, query = request.path.partition("?")
+        if query.startswith("list-type"):
+            return 403, {}, b"<Error><Code>AccessDenied</Code></Error>"
+        if not path.endswith("/model.safetensors"):
+            return 404, {}, b"<Error><Code>NoSuchKey</Code></Error>"
+        start, stop = 0, len(data)
+        if query.startswith("partNumber="):
+            number = int(query.removeprefix("partNumber="))
+            if not tells(number):
+                return 501, {}, b"<Error><Code>NotImplemented</Code></Error>"
+            start, stop = [0, *cuts][number - 1], [*cuts, len(data)][number - 1]
+        elif "Range" in request.headers:
+            first, last = request.headers["Range"].removeprefix("bytes=").split("-")
+            start, stop = int(first), min(int(last) + 1, len(data))
+        span = {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}
+        return 206, {"ETag": tag, **span}, data[start:stop]
+
+    server = FaultyServer({})
+    server.intercept = answer
+    return server
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_before_a_file_is_called_damaged_every_part_is_asked_for(
+    tells: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = large(tmp_path, 1)
+    size = len(data) // 12 + 1  # of 12 parts, the last being shorter
+    even = list(range(size, len(data), size))
+    cuts = [at + (3 if at in even[4:6] else 0) for at in even]
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with multipart_store(data, cuts, tells=lambda number: tells or number in (1, 12)) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        status = main(["verify", "s3://bucket/m", "--cache", str(tmp_path / "cache")])
+        asked = [seen.path.partition("partNumber=")[2] for seen in server.seen if "partNumber=" in seen.path]
+    told = capsys.readouterr()
+    assert "damaged" not in told.out + told.err
+    assert status == (0 if tells else 3)
+    if tells:
+        assert sorted(map(int, asked)) == list(range(1, 13))
+    else:
+        assert "not checked: whether its ETag is a digest could not be asked" in told.out
+
+
+def test_a_match_asks_for_two_parts_alone(tmp_path: Path) -> None:
+    data = large(tmp_path, 1)
+    with multipart_store(data, list(range(99_999, len(data), 99_999)), tells=lambda _: True) as server:
+        options = {"anon": True, "endpoint_url": server.url}
+        with loadstone.open("s3://bucket/m", storage_options=options, cache=None) as checkpoint:
+            assert len(checkpoint.verify().verified) == 1
+        assert sum("partNumber=" in seen.path for seen in server.seen) == 2
+
+
 def test_the_command_does_not_succeed_where_nothing_could_be_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +214,7 @@ def headers(**fields: str) -> HTTPMessage:
         ('"abc"', {}, "is no digest"),
         (f'"{MD5[:-1]}x"', {}, "is no digest"),
         (f'"{MD5}-0"', {}, "is no digest"),
+        (f'"{MD5}-10001"', {}, "tells of 10001 parts"),
         (f'"{MD5}"', {"x_amz_server_side_encryption": "aws:kms"}, "encrypted with keys of its own"),
         (f'"{MD5}"', {"x_amz_server_side_encryption": "aws:kms:dsse"}, "encrypted with keys of its own"),
         (f'"{MD5}"', {"x_amz_server_side_encryption_customer_algorithm": "AES256"}, "encrypted with keys"),
@@ -152,9 +235,26 @@ def test_an_etag_that_is_no_digest_is_not_taken_for_one(
 @pytest.mark.parametrize("encryption", [{}, {"x_amz_server_side_encryption": "AES256"}])
 def test_the_stores_own_encryption_leaves_the_etag_a_digest(encryption: dict[str, str]) -> None:
     found = stated(Version(f'"{MD5.upper()}"', 10), lambda _query, _headers: headers(**encryption))
-    assert (found.etag, found.part_size) == (MD5, 0)
+    assert (found.etag, found.parts) == (MD5, ())
     one_part = stated(Version(f'"{MD5}-1"', 10), lambda _query, _headers: headers(**encryption))
-    assert (one_part.etag, one_part.part_size) == (f"{MD5}-1", 10)
+    assert (one_part.etag, one_part.parts) == (f"{MD5}-1", (ByteRange(0, 10),))
+
+
+@pytest.mark.parametrize("middle", ["", "bytes 2-3/10", "bytes 1-1/10"])
+def test_parts_that_leave_gaps_are_not_believed(middle: str) -> None:
+    told = {"1": "bytes 0-1/10", "2": "bytes 2-3/10", "3": "bytes 4-5/10", "4": "bytes 6-7/10"}
+    told |= {"5": "bytes 8-9/10"}
+
+    def ask(query: str, _headers: dict[str, str]) -> HTTPMessage:
+        return headers(Content_Range=told[query.removeprefix("partNumber=")])
+
+    found = stated(Version(f'"{MD5}-5"', 10), ask)
+    assert found.parts == tuple(split(ByteRange(0, 10), 2))
+    assert found.surer is not None
+    assert found.surer().parts == found.parts
+    told["3"] = middle
+    assert (found.surer().etag, found.surer().parts) == ("", ())
+    assert "does not say how large" in found.surer().reason
 
 
 def test_a_store_that_cannot_be_asked_leaves_it_unknown() -> None:
