@@ -11,6 +11,7 @@ this very boot (containers of one machine may have several machine ids).
 
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable
@@ -27,6 +28,7 @@ KEY_LENGTH = 64
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MACHINE_ID = Path("/etc/machine-id")
+_HEX = re.compile(r"[0-9a-f]{16,}")  # what names a lease
 _FORMAT = 1
 
 
@@ -196,17 +198,26 @@ def sweep(folder: Path, alone: Callable[[str], AbstractContextManager[bool]]) ->
     folder : Path
         The cache folder.
     alone : Callable
-        Says whether nobody uses the blob of a key (`Leases.alone`).
+        Says whether nobody uses the blob, or writes the reference, of a key (`Leases.alone`).
     """
-    with suppress(OSError):
-        for path in (folder / "blobs").iterdir():
-            kind, _, rest = path.name.partition("-")
-            if kind == "gone":
-                drop(path)
-            elif kind == "tmp":
-                with alone(rest[:KEY_LENGTH]) as nobody:
-                    if nobody:
-                        drop(path)
+    for part in ("blobs", "refs"):
+        with suppress(OSError):
+            for path in (folder / part).iterdir():
+                kind, _, rest = path.name.partition("-")
+                key = rest[:KEY_LENGTH]
+                if kind == "gone":
+                    drop(path)
+                elif kind == "tmp" and _HEX.fullmatch(key):
+                    with alone(key) as nobody:
+                        if nobody:
+                            _discard(path)
+
+
+def _discard(draft: Path) -> None:
+    if draft.is_dir():
+        drop(draft)
+    else:
+        draft.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

@@ -105,7 +105,7 @@ class NodeCache:
                 warn_once(f"{self.problem}; fetched bytes stay in memory")
             return
         self.folder = path
-        self._refs = References(path)
+        self._refs = References(path, self._leases)
         blobfolder.sweep(path, self._leased.alone)
 
     def _read_from(self, path: Path) -> bool:
@@ -113,7 +113,7 @@ class NodeCache:
         if refusal(path) is not None or not usable(path):
             return False
         self.sealed = SealedFolder(path)
-        self._refs = References(path)
+        self._refs = References(path, None)
         return True
 
     def handed_over(self, arena: Arena) -> str:

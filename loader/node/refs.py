@@ -1,7 +1,8 @@
 """The version that each object last had, as far as a cache folder knows: one small file for each.
 
 A file is replaced as a whole, so there is nothing to lock; whatever it says is checked with the store before
-it is used.
+it is used. While a draft of a file is written, a lease says so: one without was left by a process that died,
+and is removed with such drafts of blobs (`blobfolder.sweep`).
 """
 
 import hashlib
@@ -11,7 +12,9 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
+from loadstone.errors import CacheError
 from loadstone.loader.node.blobfolder import write_new
+from loadstone.loader.node.leases import Leases
 from loadstone.loader.stores.store import Version
 
 
@@ -22,11 +25,14 @@ class References:
     ----------
     folder : Path
         The cache folder.
+    leases : Leases or None
+        Those of the folder; without, nothing is written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, leases: Leases | None) -> None:
         # Opening many objects comes here many times: path objects would take longer than the files.
         self._folder = f"{folder}/refs"
+        self._leases = leases
 
     def read(self, identity: str) -> Version | None:
         """Return the version that an object last had, ``None`` when that is not known."""
@@ -53,13 +59,26 @@ class References:
         with suppress(OSError):
             os.link(meta, self._path(identity))
             return
-        draft = f"{self._folder}/tmp-{secrets.token_hex(8)}"  # noqa: S108  nobody else writes to this folder
+        key = _key(identity)
+        with suppress(OSError, CacheError):
+            if self._leases is not None and self._leases.take(key, 0):
+                try:
+                    self._replace(key, json.dumps({"tag": version.tag, "size": version.size}).encode())
+                finally:
+                    self._leases.drop(key)
+
+    def _replace(self, key: str, data: bytes) -> None:
+        draft = f"{self._folder}/tmp-{key}-{secrets.token_hex(4)}"  # noqa: S108  nobody else writes there
         try:
-            write_new(draft, json.dumps({"tag": version.tag, "size": version.size}).encode())
-            os.replace(draft, self._path(identity))  # noqa: PTH105  see above
+            write_new(draft, data)
+            os.replace(draft, f"{self._folder}/{key}.json")  # noqa: PTH105  see above
         except OSError:
             with suppress(OSError):
                 os.unlink(draft)  # noqa: PTH108  likewise
 
     def _path(self, identity: str) -> str:
-        return f"{self._folder}/{hashlib.sha256(identity.encode()).hexdigest()}.json"
+        return f"{self._folder}/{_key(identity)}.json"
+
+
+def _key(identity: str) -> str:
+    return hashlib.sha256(identity.encode()).hexdigest()

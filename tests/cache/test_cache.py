@@ -315,6 +315,14 @@ def test_what_dead_processes_left_is_swept(folder: Path) -> None:
     assert {path.name for path in (folder / "blobs").iterdir()} == {key}
 
 
+def test_names_that_no_draft_has_are_left_alone(folder: Path) -> None:
+    new_cache(folder)
+    for part in ("blobs", "refs"):
+        (folder / part / "tmp-of-mine").write_bytes(b"x")
+    new_cache(folder)
+    assert [path.name for path in folder.glob("*/*")] == ["tmp-of-mine"] * 2
+
+
 def test_a_folder_others_can_write_is_refused(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder.mkdir()
     folder.chmod(0o777)
