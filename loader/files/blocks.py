@@ -3,7 +3,7 @@
 Read-ahead by advice (``WILLNEED``) fills the page cache page by page: half a million pages for 2 GB, which
 cost more to allocate and to map than a fast disk takes to deliver them. But a page fault in a map under
 ``MADV_HUGEPAGE`` reads the whole block around it, and with ``MADV_RANDOM`` nothing else: as one large page
-where the file system keeps such (ext4, xfs, btrfs), by one request in any case (Linux 5.18 and later,
+where the file system keeps such (ext4 and xfs do), by one request in any case (Linux 5.18 and later,
 ``do_sync_mmap_readahead`` in ``mm/filemap.c``). It needs no read-ahead setting of the device.
 
 The advice goes to a map of its own, so that faults in the map that tensors live in still read single pages.

@@ -161,6 +161,8 @@ class LocalBlob:
                     break
                 done += count
             now = Identity.of(os.fstat(fd))
+        except OSError as error:
+            raise _translate(error, self._path) from None
         finally:
             os.close(fd)
         if now != self._identity or done < len(into):

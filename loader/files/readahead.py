@@ -95,40 +95,50 @@ def begin_reading(
     Returns without waiting for data, but where ``sequential`` says that the file lies on a network: then the
     spans are read here, in large pieces. Where it cannot be done it is left: it changes no result.
     """
+    fd = _open(path)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # a sample brings its own page only
         for span in spans:
-            if _is_cached(fd, span):
+            if fd is not None and _is_cached(fd, span):
                 continue
-            if sequential:
+            if fd is not None and sequential:
                 _read_ahead(fd, span)
-            else:
+            else:  # the map takes advice also where the file was deleted, or no descriptor is left
                 for piece in split(span, _ADVISED):
                     advise(buffer, piece, _WILLNEED)
     finally:
-        os.close(fd)
+        if fd is not None:
+            os.close(fd)
 
 
 def is_cached(path: str, size: int) -> bool:
     """Say whether samples of a whole file can all be read without waiting for a disk."""
     if size > _MOST_SAMPLED:
         return False
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    fd = _open(path)
+    if fd is None:
         return False
     try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         # From another place each time: a sample that finds nothing brings its own page in, and the next look
         # would find that, and nothing beside it.
         first = random.randrange(min(_SPARSE, max(1, size)))  # noqa: S311  nothing secret
         return _is_cached(fd, ByteRange(min(first, size), size), _SPARSE)
     finally:
         os.close(fd)
+
+
+def _open(path: str) -> int | None:
+    """Open a file to look at samples of it, each of which brings in its own page only."""
+    try:
+        # Non-blocking, so that a pipe that took the file's place is not waited for.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    except OSError:  # a pipe
+        os.close(fd)
+        return None
+    return fd
 
 
 def _read_ahead(fd: int, span: ByteRange) -> None:

@@ -4,7 +4,8 @@ A page fault reads one page and waits for it. Here a file is taken in windows of
 Of each, blocks of 2 MiB are read as large pages (`loadstone.loader.files.blocks`); ``WILLNEED`` starts the
 reads of what is left, which is all of it where the kernel knows no such blocks; ``POPULATE_READ`` waits for
 them and maps the pages. On network file systems, and where the first window turns out slow, windows are read
-by large sequential ``read`` calls instead, which such file systems serve best. A prefetch stops at four
+by large sequential ``read`` calls instead, which such file systems serve best; and so is a window that could
+not be populated, since these calls say what is wrong with the file or the disk. A prefetch stops at four
 fifths of the memory that is free for this process: more would only push out what it brought first. What it
 leaves stays readable, lazily.
 
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from loadstone.errors import LoadstoneError
+from loadstone.errors import AccessError, LoadstoneError, NotFoundError
 from loadstone.loader.files import blocks, memory
 from loadstone.loader.files.blocks import BlockReader
 from loadstone.loader.files.readahead import POPULATE_READ, advise, begin_reading, is_cached, on_network
@@ -136,23 +137,25 @@ class Residency:
         for thread in started:
             thread.join()
         self._readers.clear()
+        self._ended = time.monotonic()
 
     def _work(self) -> None:
         scratch = bytearray()
         try:
             while (window := self._take()) is not None:
                 began = time.monotonic()
-                if self._sequential:
+                if self._sequential or not self._populate(window):
                     scratch = scratch or bytearray(_SCRATCH)
                     _read_through(window, scratch, self._cancelled)
-                else:
-                    self._populate(window)
                 self._finish(window, time.monotonic() - began)
         except LoadstoneError as error:
-            self._error = error
-            self._cancelled.set()
-        finally:
-            self._ended = time.monotonic()
+            self._fail(error)
+        except Exception as problem:  # noqa: BLE001  a thread's failure must reach those who wait for it
+            self._fail(AccessError(f"reading ahead failed unexpectedly: {problem!r}; try again"))
+
+    def _fail(self, error: LoadstoneError) -> None:
+        self._error = error.with_traceback(None)  # which would lead back here
+        self._cancelled.set()
 
     def _take(self) -> Window | None:
         with self._lock:
@@ -168,17 +171,15 @@ class Residency:
             self._next = len(self._windows)
             return None
 
-    def _populate(self, window: Window) -> None:
+    def _populate(self, window: Window) -> bool:
+        """Bring in and map a window; ``False``: some of it is cut or unreadable, or Linux older than 5.14."""
         window.file.check()
         buffer = window.file.buffer()
         reader = self._reader(window.file)
         left = reader.read(window.range) if reader else [window.range]
         if left:
             begin_reading(window.file.name, buffer, left)
-        if not advise(buffer, window.range, POPULATE_READ):
-            # The file was cut just now, which the check tells, or the kernel is older than 5.14 and does not
-            # know the advice: then the reads under way go on, and the first use of each page maps it.
-            window.file.check()
+        return advise(buffer, window.range, POPULATE_READ)
 
     def _reader(self, file: MappedFile) -> BlockReader | None:
         with self._lock:
@@ -200,4 +201,5 @@ def _read_through(window: Window, scratch: bytearray, cancelled: threading.Event
     for part in split(window.range, len(scratch)):
         if cancelled.is_set():
             return
-        window.file.read_into(part.start, memoryview(scratch)[: part.nbytes])
+        with contextlib.suppress(NotFoundError):  # deleted: its map can be used all the same
+            window.file.read_into(part.start, memoryview(scratch)[: part.nbytes])

@@ -6,10 +6,10 @@ nowhere else. A page fault would fetch them page by page; so a prefetch also rea
 Ownership: a `CachedFile` never changes; its threads are those of the `Residency` that uses it.
 """
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
 
+from loadstone.errors import CacheError
 from loadstone.loader.files.residency import Residency, Window
 from loadstone.loader.node.blob import StoredBlob
 from loadstone.loader.node.jobs import Fillable
@@ -37,9 +37,19 @@ class CachedFile:
         self._blob.check_open()
 
     def read_into(self, offset: int, into: memoryview) -> None:
-        """Have the file read; where it cannot be, the map still is."""
-        with contextlib.suppress(OSError), open(self._path, "rb", buffering=0) as file:  # noqa: PTH123  text
-            os.preadv(file.fileno(), [into], offset)
+        """Have the file read; one that was evicted is left to the map, which still has it."""
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return
+        try:
+            os.preadv(fd, [into], offset)
+        except OSError as error:
+            raise CacheError(
+                f"{self._path} of the node cache cannot be read: {error.strerror}; check the disk"
+            ) from None
+        finally:
+            os.close(fd)
 
 
 def bring_into_memory(wanted: Sequence[tuple[Fillable, ByteRange]]) -> Residency | None:

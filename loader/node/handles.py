@@ -85,9 +85,11 @@ class PrefetchHandle:
         end = None if timeout is None else time.monotonic() + timeout
         if not self._runner.batch_ended(self._batch, timeout):
             return False
+        if self.resident is not None and not self.resident.wait(end and max(0.0, end - time.monotonic())):
+            return False
         if self._batch.error is not None:
             raise self._batch.error
-        return self.resident is None or self.resident.wait(end and max(0.0, end - time.monotonic()))
+        return True
 
     def cancel(self) -> None:
         """Stop it; nothing of it is running when this returns."""

@@ -1,6 +1,9 @@
 """Prefetching local files brings exactly what was asked for into memory, within a budget."""
 
+import errno
 import os
+import shutil
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -8,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.support.pages import drop, resident
+from tests.support.pages import cold_file, drop, resident
 
 import loadstone
-from loadstone.errors import ChangedError
+from loadstone.errors import AccessError, ChangedError
 from loadstone.loader.files import blocks, memory, readahead, residency
 from loadstone.loader.files.blocks import BLOCK, BlockReader
 from loadstone.loader.files.local import LocalBlob, LocalSource
@@ -29,18 +32,6 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "WINDOW", WINDOW)
     monkeypatch.setattr(residency, "THREADS", 4)
     monkeypatch.setattr(residency, "_SCRATCH", MIB)
-
-
-def cold_file(folder: Path, size: int, name: str = "data") -> Path:
-    """Write a file that is on the disk and not in the page cache; skip where pages cannot be dropped."""
-    path = folder / name
-    with path.open("wb") as file:
-        for number in range(-(-size // MIB)):
-            file.write(bytes([number % 251]) * min(MIB, size - number * MIB))
-    drop(path)
-    if resident(path) > MIB:
-        pytest.skip("this file system keeps its pages: tmpfs cannot be cold")
-    return path
 
 
 def test_brings_what_was_asked_for_and_little_else(tmp_path: Path) -> None:
@@ -242,6 +233,131 @@ def test_a_file_cut_under_a_prefetch_is_an_error_not_a_signal(tmp_path: Path) ->
     with pytest.raises(ChangedError, match="changed from"):
         handle.wait(30)
     assert handle.done()
+
+
+def refuse_to_populate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be as a kernel before 5.14, or as one that cannot read the disk."""
+    advise = readahead.advise
+
+    def refused(buffer: memoryview, span: ByteRange, advice: int) -> bool:
+        return advice != readahead.POPULATE_READ and advise(buffer, span, advice)
+
+    monkeypatch.setattr(residency, "advise", refused)
+    monkeypatch.setattr(blocks, "advise", refused)
+
+
+def test_what_cannot_be_populated_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cold_file(tmp_path, 8 * MIB + 5)
+    refuse_to_populate(monkeypatch)
+    blob = LocalBlob(str(path))
+    assert Residency([Window(blob, ByteRange(0, blob.size))]).wait(60)
+    assert resident(path) >= blob.size
+    assert bytes(blob.buffer()) == path.read_bytes()
+
+
+@pytest.mark.parametrize("populates", [True, False])
+def test_a_deleted_file_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, populates: bool
+) -> None:
+    path = cold_file(tmp_path, 8 * MIB)
+    if not populates:
+        refuse_to_populate(monkeypatch)
+    other = tmp_path / "other"
+    other.hardlink_to(path)
+    blob = LocalBlob(str(path))
+    path.unlink()
+    assert Residency([Window(blob, ByteRange(0, 8 * MIB))]).wait(60)
+    if populates:
+        assert resident(other) == 8 * MIB
+    assert bytes(blob.buffer()) == other.read_bytes()
+
+
+def test_an_error_of_the_disk_reaches_whoever_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(8 * WINDOW))
+    blob = LocalBlob(str(path))
+    refuse_to_populate(monkeypatch)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    handle = Residency([Window(blob, ByteRange(0, 8 * WINDOW))])
+    with pytest.raises(AccessError, match="data cannot be read: Input/output error; check the disk"):
+        handle.wait(30)
+    assert handle.done()
+    assert handle.progress().ready < 8 * WINDOW
+    with pytest.raises(AccessError, match="Input/output error"):
+        blob.read(ByteRange(0, 10))
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("sequential", [False, True])
+def test_a_disk_with_bad_sectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sequential: bool) -> None:
+    image, disk = tmp_path / "image", tmp_path / "disk"
+    disk.mkdir()
+    image.touch()
+    os.truncate(image, 96 * MIB)
+    made = (
+        shutil.which("mkfs.ext4") and subprocess.run(["mkfs.ext4", "-q", image], check=False).returncode == 0
+    )
+    mount = ["mount", "-o", "loop", str(image), str(disk)]
+    if os.geteuid() != 0 or not made or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs root, mkfs.ext4 and loop devices")
+    try:
+        path = cold_file(disk, 48 * MIB)
+        os.truncate(image, 40 * MIB)  # what lay behind cannot be read any more
+        monkeypatch.setattr(residency, "on_network", lambda name: sequential)
+        blob = LocalBlob(str(path))
+        handle = Residency([Window(blob, ByteRange(0, 48 * MIB))])
+        with pytest.raises(AccessError, match="data cannot be read: Input/output error"):
+            handle.wait(60)
+        assert handle.done()
+        del blob, handle
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_an_unexpected_failure_of_a_thread_reaches_whoever_waits(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(4 * WINDOW))
+    file = SlowFile(LocalBlob(str(path)))
+    file.buffer = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    file.go.set()
+    handle = Residency([Window(file, ByteRange(0, 4 * WINDOW))])
+    with pytest.raises(AccessError, match="failed unexpectedly: ZeroDivisionError"):
+        handle.wait(30)
+    assert handle.done()
+
+
+def test_a_pipe_in_a_files_place_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(2 * BLOCK))
+    blob = LocalBlob(str(path))
+    path.unlink()
+    os.mkfifo(path)
+    span = ByteRange(0, 2 * BLOCK)
+    assert not readahead.is_cached(str(path), 2 * BLOCK)
+    readahead.begin_reading(str(path), blob.buffer(), [span])
+    assert BlockReader(str(path), [span]).read(span) == [span]
+
+
+def test_what_is_written_to_a_tensor_stays_while_pages_are_mapped(tmp_path: Path) -> None:
+    path = cold_file(tmp_path, 32 * MIB)
+    blob = LocalBlob(str(path))
+    buffer = blob.buffer()
+    handle = Residency([Window(blob, ByteRange(0, 32 * MIB))])
+    places = range(1234, 32 * MIB, 300_000)
+    for at in places:
+        buffer[at] = 252
+    assert handle.wait(60)
+    expected = bytearray(path.read_bytes())
+    assert 252 not in expected
+    for at in places:
+        expected[at] = 252
+    assert bytes(buffer) == expected
+    assert Residency([Window(blob, ByteRange(0, 32 * MIB))]).wait(60)
+    assert bytes(buffer) == expected
 
 
 def test_many_prefetches_at_a_time(tmp_path: Path) -> None:

@@ -5,6 +5,10 @@ import mmap
 import os
 from pathlib import Path
 
+import pytest
+
+_MIB = 1024 * 1024
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [
@@ -38,3 +42,15 @@ def drop(path: Path) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
+
+
+def cold_file(folder: Path, size: int) -> Path:
+    """Write a file that is on the disk and not in the page cache; skip where pages cannot be dropped."""
+    path = folder / "data"
+    with path.open("wb") as file:
+        for number in range(-(-size // _MIB)):
+            file.write(bytes([number % 251]) * min(_MIB, size - number * _MIB))
+    drop(path)
+    if resident(path) > _MIB:
+        pytest.skip("this file system keeps its pages: tmpfs cannot be cold")
+    return path
