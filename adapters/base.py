@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
 from loadstone.errors import LoadstoneError
+from loadstone.imports import importing
 from loadstone.loader.checkpoint import Checkpoint
 from loadstone.loader.modules.families import PLAIN
 
@@ -163,7 +164,8 @@ def _by_model(checkpoint: Checkpoint, plain: BaseIndex) -> BaseIndex | None:
     if plain.config.get("model_type", "") in ("", *PLAIN):
         return None
     try:
-        from loadstone.loader.modules.skeleton import parameter_shapes  # noqa: PLC0415  imports transformers
+        with importing:
+            from loadstone.loader.modules.skeleton import parameter_shapes  # noqa: PLC0415  imports transformers
 
         shapes = parameter_shapes(checkpoint)
     except (ImportError, LoadstoneError):

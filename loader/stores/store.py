@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from loadstone.errors import LocationError
+from loadstone.imports import importing
 from loadstone.loader.locations import Location
 from loadstone.loader.ranges import ByteRange
 from loadstone.loader.source import StatedDigest
@@ -236,13 +237,16 @@ def open_store(location: Location, storage_options: Mapping[str, object] | None,
     if location.is_local:
         raise LocationError(f"{location.text} is a local folder, which is mapped in place and not fetched")
     if location.scheme == "s3":
-        from loadstone.loader.stores.s3 import S3Store  # noqa: PLC0415  botocore is loaded for S3 only
+        with importing:
+            from loadstone.loader.stores.s3 import S3Store  # noqa: PLC0415  botocore is loaded for S3 only
 
         return S3Store(location, options, settings)
     if location.is_web:
-        from loadstone.loader.stores.web import WebStore  # noqa: PLC0415  likewise
+        with importing:
+            from loadstone.loader.stores.web import WebStore  # noqa: PLC0415  likewise
 
         return WebStore(location, options, settings)
-    from loadstone.loader.stores.generic import FsspecStore  # noqa: PLC0415  fsspec is loaded for the rest only
+    with importing:
+        from loadstone.loader.stores.generic import FsspecStore  # noqa: PLC0415  fsspec, for the rest only
 
     return FsspecStore(location, options, settings)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from loadstone.errors import LoadstoneError
+from loadstone.imports import importing
 from loadstone.settings import Settings
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'loadstone' has no attribute {name!r}")
     module, attribute = _LAZY[name]
-    value = getattr(importlib.import_module(module), attribute)
+    with importing:
+        value = getattr(importlib.import_module(module), attribute)
     globals()[name] = value
     return value
 
