@@ -3,14 +3,19 @@
 Starting a thread makes whoever starts it wait for it: where thirty objects are to be looked at within one
 round trip, thirty starts would be seen.
 
+All sources of a process share one set of them: however many are opened, and never closed, the idle threads
+are as many as were busy at the same time.
+
 Ownership: ``_lock`` guards the counts. Tasks are taken from one queue by daemon threads, which end when there
-was nothing to do for a while, or when their helpers are closed. A forked child starts without threads or
-tasks.
+was nothing to do for a while, or when their helpers are closed. ``_shared_lock`` guards the shared set and
+who uses it. A forked child starts without threads or tasks.
 """
 
+import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from loadstone.loader.node.forks import renew_in_child
@@ -84,3 +89,37 @@ class Helpers:
                 self._free -= 1
                 self._threads.discard(threading.current_thread())
                 return None
+
+
+_shared_lock = threading.Lock()
+_users: "weakref.WeakSet[object]" = weakref.WeakSet()
+_shared: Helpers | None = None
+
+
+def acquire(user: object) -> Helpers:
+    """Return the helpers of the process, for ``user`` to `release`, or to be forgotten with."""
+    global _shared  # noqa: PLW0603  the process has one set
+    with _shared_lock:
+        if _shared is None:
+            _shared = Helpers("loadstone-open")
+        _users.add(user)
+        return _shared
+
+
+def release(user: object) -> None:
+    """Use them no longer; the last one to say so ends them."""
+    global _shared
+    with _shared_lock:
+        _users.discard(user)
+        if _shared is None or _users:
+            return
+        last, _shared = _shared, None
+    last.close()
+
+
+def _renew() -> None:
+    global _shared_lock  # noqa: PLW0603  a thread that the child does not have may hold the parent's
+    _shared_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew)

@@ -21,14 +21,13 @@ from functools import partial
 
 from loadstone.errors import ClosedError, FormatError, LoadstoneError, TransferError
 from loadstone.loader.locations import Location
-from loadstone.loader.node import fetchers
+from loadstone.loader.node import fetchers, helpers
 from loadstone.loader.node.blob import StoredBlob
 from loadstone.loader.node.cache import NodeCache
 from loadstone.loader.node.cached import bring_into_memory
 from loadstone.loader.node.claims import StorageError
 from loadstone.loader.node.forks import renew_in_child
 from loadstone.loader.node.handles import PrefetchHandle
-from loadstone.loader.node.helpers import Helpers
 from loadstone.loader.node.prefetch import Fetcher
 from loadstone.loader.node.waiting import wait_for
 from loadstone.loader.node.whole import WholeBlob
@@ -183,7 +182,7 @@ class RemoteSource:
         self._settings = settings
         self._blobs: dict[str, RemoteBlob] = {}
         self._handles: list[PrefetchHandle] = []
-        self._helpers = Helpers("loadstone-open")
+        self._helpers = helpers.acquire(self)
         self._probes = min(_PROBES, self.fetcher.limit)
         self._closed = False
         self._lock = threading.Lock()
@@ -268,7 +267,7 @@ class RemoteSource:
         for blob in blobs:
             blob.closing()
         self.store.close()
-        self._helpers.close()
+        helpers.release(self)
         for handle in handles:
             handle.cancel()
         for blob in blobs:

@@ -3,11 +3,15 @@
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
+from tests.support.checkpoints import model_tensors, write_sharded
 
+import loadstone
+from loadstone.fileserver import FileServer
 from loadstone.loader.node import helpers
-from loadstone.loader.node.helpers import Helpers
+from loadstone.loader.node.helpers import Helpers, acquire, release
 
 NAME = "loadstone-test-helper"
 
@@ -143,3 +147,44 @@ def test_closed_ones_start_no_more() -> None:
     go.set()
     ending.join(20)
     assert alive() == 0
+
+
+def openers() -> int:
+    return sum(thread.name == "loadstone-open" for thread in threading.enumerate())
+
+
+def test_checkpoints_that_nobody_closes_share_the_idle_threads(tmp_path: Path) -> None:
+    kept, most = [], 0
+    with FileServer(write_sharded(tmp_path / "m", model_tensors(), shards=4)) as server:
+        for _ in range(15):
+            kept.append(loadstone.open(server.url, cache=None))
+            most = max(most, openers())
+        assert 0 < most <= 16
+        for checkpoint in kept:
+            checkpoint.close()
+    assert openers() == 0
+
+
+def test_what_is_closed_leaves_the_threads_to_those_that_are_open() -> None:
+    class User:
+        pass
+
+    one, two = User(), User()
+    crew = acquire(one)
+    assert acquire(two) is crew
+    release(one)
+    release(one)
+    done = threading.Event()
+    crew.run(done.set)
+    assert done.wait(20)
+    release(two)
+    with pytest.raises(RuntimeError):
+        crew.run(done.set)
+    forgotten = User()
+    other = acquire(forgotten)
+    assert other is not crew
+    del forgotten
+    three = User()
+    assert acquire(three) is other
+    release(three)
+    assert openers() == 0
