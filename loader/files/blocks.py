@@ -25,7 +25,7 @@ from loadstone.loader.ranges import ByteRange, coalesce
 BLOCK = 2 * 1024 * 1024
 """Bytes of a block: the huge page of every machine whose small page is 4 KiB."""
 
-_HUGEPAGE = 14
+_NORMAL, _HUGEPAGE = 0, 14
 _KERNEL = (5, 18)
 _SIZE_FILE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 
@@ -56,7 +56,7 @@ class BlockReader:
             return
         finally:
             os.close(fd)
-        if advise(view, ByteRange(0, len(view)), _HUGEPAGE):
+        if read_when_touched(view, ByteRange(0, len(view))):
             self._view = view
 
     def read(self, span: ByteRange) -> list[ByteRange]:
@@ -69,6 +69,25 @@ class BlockReader:
         advise(self._view, ByteRange(start, stop), POPULATE_READ)
         ends = (span.start, min(start, span.stop)), (max(stop, span.start), span.stop)
         return [ByteRange(*end) for end in ends if end[0] < end[1]]
+
+
+def within(span: ByteRange) -> ByteRange:
+    """Return the whole blocks of ``span``, an empty range where there are none."""
+    start = min(-(-span.start // BLOCK) * BLOCK, span.stop)
+    return ByteRange(start, max(start, span.stop // BLOCK * BLOCK))
+
+
+def read_when_touched(view: memoryview, span: ByteRange, *, ahead: bool = False) -> bool:
+    """Let a fault in ``span`` of a map read the block around it, with ``ahead`` also what follows.
+
+    Returns
+    -------
+    bool
+        Whether the kernel can.
+    """
+    if ahead:
+        advise(view, span, _NORMAL)
+    return advise(view, span, _HUGEPAGE)
 
 
 @functools.cache

@@ -35,7 +35,7 @@ from loadstone.errors import (
     NotFoundError,
 )
 from loadstone.loader.files.mapping import map_private
-from loadstone.loader.files.readahead import ReadAhead
+from loadstone.loader.files.paging import ReadAhead
 from loadstone.loader.files.residency import Residency, Window
 from loadstone.loader.ranges import ByteRange
 from loadstone.loader.source import Blob, Prefetch, Span, StatedDigest

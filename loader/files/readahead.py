@@ -2,21 +2,17 @@
 
 Nothing here waits for data, but where a file lies on a network, and nothing changes a result: what cannot be
 asked for is read when it is used.
-
-Ownership: a `ReadAhead` is shared by all threads. It only knows when its file was last found in memory, one
-pair that any thread may replace; so it needs no lock.
 """
 
 import contextlib
 import ctypes
 import os
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from loadstone.loader.node.filesystem import filesystem_type
-from loadstone.loader.ranges import ByteRange, coalesce, split
+from loadstone.loader.ranges import ByteRange, split
 
 NETWORK_TYPES = {
     0x6969: "nfs",
@@ -39,8 +35,6 @@ POPULATE_READ = 22
 
 _WILLNEED = 3
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_HINT = 4 * _PAGE  # spans from this size on are worth a read-ahead request of their own
-_TRUSTED = 1.0  # seconds for which what was found in memory is taken to be there still
 _ADVISED = 256 * 1024  # one call starts at most the device's read-ahead, and drops the rest of the advice
 _SAMPLE = 8 * 1024 * 1024
 _SPARSE = 4 * _SAMPLE  # between the samples of a whole file
@@ -49,42 +43,6 @@ _SCRATCH = 4 * 1024 * 1024
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise  # called through ctypes: that lets other threads run
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-
-class ReadAhead:
-    """The reading ahead of one mapped file, as spans of it are about to be used.
-
-    Parameters
-    ----------
-    path : str
-        Where it is.
-    size : int
-        Its length in bytes; 0: parts of it may be holes, so that only spans are looked at, never all of it.
-    """
-
-    def __init__(self, path: str, size: int) -> None:
-        self.path = path
-        self._size = size
-        self._on_network = on_network(path)
-        self._found = (0.0, False)  # until when it holds, and whether all of the file was in memory
-
-    def begin(self, buffer: memoryview, spans: Sequence[ByteRange]) -> None:
-        """Ask the kernel to read ``spans`` soon, where it may pay; ``buffer`` is the file's map."""
-        if self.in_memory():
-            return
-        large = [span for span in coalesce(spans, _PAGE) if span.nbytes >= _HINT]
-        if large:
-            begin_reading(self.path, buffer, large, self._on_network)
-
-    def in_memory(self) -> bool:
-        """Say whether all of the file was in memory when looked at last; one look serves many tensors."""
-        if not self._size:
-            return False
-        until, found = self._found
-        if time.monotonic() >= until:
-            found = is_cached(self.path, self._size)
-            self._found = (time.monotonic() + _TRUSTED, found)
-        return found
 
 
 def begin_reading(

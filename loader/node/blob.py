@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from loadstone.loader.files.mapping import map_anonymous, map_private, replace_by_anonymous
-from loadstone.loader.files.readahead import ReadAhead
+from loadstone.loader.files.paging import ReadAhead
 from loadstone.loader.node.claims import DEMAND_AT, Claim, PrivateClaim, SharedClaim
 from loadstone.loader.node.forks import renew_in_child
 from loadstone.loader.node.locks import close_own, conflict, try_lock, unlock

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from tests.support.served_folder import Served
 from loadstone.cli import main
 from loadstone.errors import CacheError, ClosedError, TransferError
 from loadstone.fileserver import FileServer
-from loadstone.loader.files import readahead
+from loadstone.loader.files import blocks, paging
 from loadstone.loader.files.blocks import BLOCK as LARGE
 from loadstone.loader.node.cached import CachedFile
 from loadstone.loader.node.handles import PrefetchHandle
@@ -99,9 +98,8 @@ def test_a_prefetch_brings_nothing_beside_what_was_asked_for(node: Node) -> None
     source, blob = node.open()
     before = resident(node.data)
     assert source.prefetch([Span(blob, ByteRange(2 * LARGE, 5 * LARGE))]).wait(30)
-    assert (
-        3 * LARGE <= resident(node.data) - before <= 3 * LARGE + BLOCK + 16 * PAGE
-    )  # the first block may follow
+    # The first block of the opening may come late, and looks at the file bring a page here and there.
+    assert 3 * LARGE - 8 * PAGE <= resident(node.data) - before <= 3 * LARGE + BLOCK + 8 * PAGE
 
 
 def test_the_disk_is_left_alone_where_that_is_asked_for(
@@ -131,28 +129,20 @@ def test_the_command_fetches_and_reads_nothing_else(tmp_path: Path) -> None:
         assert resident(data) <= LARGE
 
 
-def test_use_reads_ahead_what_it_needs(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_reads_blocks_when_they_are_touched(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paging, "is_cached", lambda path, size: False)  # a look brings a page of a block
+    if not blocks.are_known():
+        pytest.skip("this kernel reads no blocks: older than Linux 5.18, or with huge pages of another size")
     node.bring(ByteRange(0, SIZE))
     node.grow_cold()
     _, blob = node.open()
-    asked: list[ByteRange] = []
-    advise = readahead.advise
-
-    def recorded(buffer: memoryview, span: ByteRange, advice: int) -> bool:
-        asked.append(span)
-        return advise(buffer, span, advice)
-
-    monkeypatch.setattr(readahead, "advise", recorded)
-    blob.ensure([ByteRange(LARGE, 2 * LARGE)])
-    assert asked[0].start == LARGE
-    assert asked[-1].stop == 2 * LARGE
-    deadline = time.monotonic() + 30
-    while resident(node.data) < LARGE and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert LARGE <= resident(node.data) < 2 * LARGE
-    asked.clear()
-    blob.ensure([ByteRange(LARGE, 2 * LARGE)])
-    assert asked == []
+    assert blob.read(ByteRange(0, BLOCK))  # it is on its way since the opening
+    blob.ensure([ByteRange(2 * LARGE, 4 * LARGE)])
+    before = resident(node.data)
+    assert before == BLOCK
+    served = (node.served.folder / "model").read_bytes()
+    assert blob.buffer()[3 * LARGE] == served[3 * LARGE]
+    assert resident(node.data) - before == LARGE
 
 
 def test_of_what_is_here_in_parts_the_rest_is_fetched(node: Node) -> None:

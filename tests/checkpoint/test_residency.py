@@ -145,17 +145,6 @@ def test_sequential_reads_bring_the_same(tmp_path: Path, monkeypatch: pytest.Mon
     assert handle.progress().ready == 24 * MIB
 
 
-def test_demand_on_a_network_file_system_reads_in_large_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = cold_file(tmp_path, 16 * MIB)
-    monkeypatch.setattr(readahead, "on_network", lambda name: True)
-    blob = LocalBlob(str(path))
-    blob.ensure([ByteRange(4 * MIB, 8 * MIB)])
-    assert 4 * MIB <= resident(path) < 16 * MIB  # there when it returns
-    blob.ensure([ByteRange(4 * MIB, 8 * MIB)])
-
-
 def test_a_slow_first_window_turns_to_sequential_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
