@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from loadstone.imports import importing
-
 if TYPE_CHECKING:
     from loadstone.adapters.adapter import Adapter
     from loadstone.adapters.check import CheckReport, check_adapter
@@ -39,7 +37,6 @@ def __getattr__(name: str) -> object:
 
     if name not in _LAZY:
         raise AttributeError(f"module 'loadstone.adapters' has no attribute {name!r}")
-    with importing:
-        value = getattr(importlib.import_module(_LAZY[name]), name)
+    value = getattr(importlib.import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

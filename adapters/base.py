@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
 from loadstone.errors import LoadstoneError
-from loadstone.imports import importing
 from loadstone.loader.checkpoint import Checkpoint
 from loadstone.loader.modules.families import PLAIN
 
@@ -164,8 +163,7 @@ def _by_model(checkpoint: Checkpoint, plain: BaseIndex) -> BaseIndex | None:
     if plain.config.get("model_type", "") in ("", *PLAIN):
         return None
     try:
-        with importing:
-            from loadstone.loader.modules.skeleton import parameter_shapes  # noqa: PLC0415  imports transformers
+        from loadstone.loader.modules.skeleton import parameter_shapes  # noqa: PLC0415  imports transformers
 
         shapes = parameter_shapes(checkpoint)
     except (ImportError, LoadstoneError):

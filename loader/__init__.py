@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from loadstone.imports import importing
-
 if TYPE_CHECKING:
     from loadstone.loader.tensors.compat import safe_open
 
@@ -13,7 +11,6 @@ __all__ = ["safe_open"]
 def __getattr__(name: str) -> object:
     if name != "safe_open":
         raise AttributeError(f"module 'loadstone.loader' has no attribute {name!r}")
-    with importing:
-        from loadstone.loader.tensors.compat import safe_open  # noqa: PLC0415  resolved on first use
+    from loadstone.loader.tensors.compat import safe_open  # noqa: PLC0415  resolved on first use
 
     return safe_open

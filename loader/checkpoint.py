@@ -15,7 +15,6 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from loadstone.errors import ClosedError, LoadstoneWarning, NotFoundError
-from loadstone.imports import importing
 from loadstone.loader import opening
 from loadstone.loader.ensure import ensure
 from loadstone.loader.format.header import TensorInfo
@@ -53,8 +52,7 @@ def open_checkpoint(
 ) -> "Checkpoint":
     """Open a checkpoint: a folder, an HF-cache snapshot, or one file, local or in a store.
 
-    Only headers are read. Tensors come as views of the file's memory, and wait for their own bytes. Forked
-    children may use it, and may be forked while other threads open theirs; see `loadstone.imports`.
+    Only headers are read. Tensors come as views of the file's memory, and wait for their own bytes.
 
     Parameters
     ----------
@@ -313,8 +311,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
         batches = stream.stream(infos, order, self._reader, self._begin, copy=copy)
         if device == "cpu":
             return (pair for batch in batches for pair in batch)
-        with importing:
-            from loadstone.loader.tensors.device import parse_device, to_device  # noqa: PLC0415  imports torch
+        from loadstone.loader.tensors.device import parse_device, to_device  # noqa: PLC0415  imports torch
 
         return to_device(batches, parse_device(device))
 
@@ -369,8 +366,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
 
     def bind(self, module: "torch.nn.Module", **options: Any) -> "BindReport":
         """Make a module's parameters views of this checkpoint; see `loadstone.loader.modules.bind.bind`."""
-        with importing:
-            from loadstone.loader.modules.bind import bind  # noqa: PLC0415  imports torch
+        from loadstone.loader.modules.bind import bind  # noqa: PLC0415  imports torch
 
         return bind(module, self, **options)
 
@@ -389,8 +385,7 @@ class Checkpoint(Mapping[str, "torch.Tensor"]):
 
     @property
     def _reader(self) -> "Reader":
-        with importing:
-            from loadstone.loader.tensors.reading import Reader  # noqa: PLC0415  imports torch; opening must not
+        from loadstone.loader.tensors.reading import Reader  # noqa: PLC0415  imports torch, which opening must not
 
         return Reader(self._opened.blobs, self._ensure, self._copy, self._copied)
 

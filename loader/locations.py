@@ -16,7 +16,6 @@ from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
 from loadstone.errors import LocationError
-from loadstone.imports import importing
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udc7f\udd00-\udfff]")  # and what no file system can spell
@@ -217,7 +216,6 @@ def _other(scheme: str, rest: str) -> Location:
 
 
 def _known(scheme: str) -> bool:
-    with importing:
-        import fsspec  # noqa: PLC0415  a tenth of a second that only unusual protocols pay
+    import fsspec  # noqa: PLC0415  a tenth of a second that only unusual protocols pay
 
     return scheme in fsspec.registry or scheme in fsspec.available_protocols()

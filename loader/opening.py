@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from loadstone.errors import AccessError, FormatError, LoadstoneError, NotFoundError
-from loadstone.imports import importing
 from loadstone.loader.files.local import LocalSource, resolve_folder
 from loadstone.loader.format.header import Header, TensorInfo, header_length, parse_header
 from loadstone.loader.layout import index
@@ -80,9 +79,8 @@ def open_source(
     place = parse_location(location)
     if place.is_local:
         return _open_local(place)
-    with importing:
-        from loadstone.loader.node.cache import NodeCache  # noqa: PLC0415  local files need none of it
-        from loadstone.loader.node.remote import open_remote  # noqa: PLC0415
+    from loadstone.loader.node.cache import NodeCache  # noqa: PLC0415  local files need none of it
+    from loadstone.loader.node.remote import open_remote  # noqa: PLC0415
 
     folder, file = place, None
     if place.path.endswith((".safetensors", ".json")):

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from loadstone.errors import BindError, MissingExtraError
-from loadstone.imports import importing
 from loadstone.loader.checkpoint import Checkpoint, open_checkpoint
 from loadstone.loader.modules.arrived import arrived
 from loadstone.settings import Settings
@@ -121,16 +120,14 @@ def _load(
     wait: bool,
 ) -> "PreTrainedModel":
     try:
-        with importing:
-            from loadstone.loader.modules import architectures  # noqa: PLC0415  imports transformers
+        from loadstone.loader.modules import architectures  # noqa: PLC0415  imports transformers
     except ImportError as error:
         raise MissingExtraError(
             f"load_model needs transformers ({error}); install loadstone[models], or build the module "
             "yourself and use Checkpoint.bind"
         ) from None
-    with importing:
-        from loadstone.loader.modules import bind, direct  # noqa: PLC0415  as above
-        from loadstone.loader.tensors.device import parse_device  # noqa: PLC0415  imports torch
+    from loadstone.loader.modules import bind, direct  # noqa: PLC0415  as above
+    from loadstone.loader.tensors.device import parse_device  # noqa: PLC0415  imports torch
 
     place = parse_device(device)
     where = checkpoint.name

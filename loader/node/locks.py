@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 
 from loadstone.errors import CacheError
-from loadstone.imports import importing
 from loadstone.loader.ranges import ByteRange
 
 _FLOCK = struct.Struct("hhqqi4x")
@@ -48,11 +47,10 @@ def close_own(fd: int) -> None:
 def _close_in_child() -> None:
     while _own:
         os.close(_own.pop())
+    _guard.release()
 
 
-# Held by no hook of its own: an import may need the guard, in a finaliser, so forks wait for imports first.
-importing.over_forks(_guard)
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_close_in_child)
 
 
 def try_lock(fd: int, start: int, length: int, *, shared: bool = False) -> bool:

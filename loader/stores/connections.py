@@ -23,7 +23,6 @@ from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from loadstone.errors import AccessError, SettingsError, TransferError
-from loadstone.imports import importing
 from loadstone.loader.stores.backoff import MIN_PROGRESS, TemporaryError
 from loadstone.loader.stores.store import CHUNK
 from loadstone.settings import Settings
@@ -297,8 +296,7 @@ def _proxy(origin: Origin) -> SplitResult | None:
     """Return the proxy the environment names for ``origin``; never one for this machine itself."""
     if origin.host in _LOOPBACK or origin.host.startswith("127."):
         return None
-    with importing:
-        import urllib.request  # noqa: PLC0415  a hundredth of a second, which own servers do not cost
+    import urllib.request  # noqa: PLC0415  a hundredth of a second, which this machine's own servers do not cost
 
     url = urllib.request.getproxies().get(origin.scheme)
     if not url or urllib.request.proxy_bypass(f"{origin.host}:{origin.port}"):
@@ -322,8 +320,7 @@ def _proxy(origin: Origin) -> SplitResult | None:
 def _proxy_headers(proxy: SplitResult) -> dict[str, str]:
     if proxy.username is None:
         return {}
-    with importing:
-        import base64  # noqa: PLC0415  for proxies with a login only
+    import base64  # noqa: PLC0415  for proxies with a login only
 
     login = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
     return {"Proxy-Authorization": "Basic " + base64.b64encode(login.encode()).decode("ascii")}

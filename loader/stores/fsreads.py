@@ -26,7 +26,6 @@ from loadstone.errors import (
     SettingsError,
     TransferError,
 )
-from loadstone.imports import importing
 from loadstone.loader.locations import Location, redact
 from loadstone.loader.ranges import ByteRange, split
 from loadstone.loader.source import StatedDigest
@@ -91,13 +90,11 @@ class FileSystems:
         return self._local.fs
 
     def _make(self) -> Any:
-        with importing:
-            import fsspec  # noqa: PLC0415  a tenth of a second that only these stores pay
+        import fsspec  # noqa: PLC0415  a tenth of a second that only these stores pay
 
         scheme = self._location.scheme
         try:
-            with importing:
-                kind = fsspec.get_filesystem_class(scheme)
+            kind = fsspec.get_filesystem_class(scheme)
             login = self._location.secrets.userinfo
             url = f"{scheme}://{login}@{self._location.path}" if login else self._location.text
             options = {**kind._get_kwargs_from_urls(url), **self._options}

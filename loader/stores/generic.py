@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from loadstone.errors import AccessError
-from loadstone.imports import importing
 from loadstone.loader.locations import Location, check_name
 from loadstone.loader.stores.access import HttpObject
 from loadstone.loader.stores.backoff import Manners, Work
@@ -87,8 +86,7 @@ class FsspecStore:
             return str(self._systems.get().sign(path, expiration=SIGNED_FOR))
 
     def _can_sign(self, fs: Any) -> bool:
-        with importing:
-            import fsspec  # noqa: PLC0415
+        import fsspec  # noqa: PLC0415
 
         if type(fs).sign is fsspec.AbstractFileSystem.sign:
             return False

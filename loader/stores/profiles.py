@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from loadstone.errors import AccessError
-from loadstone.imports import importing
 from loadstone.settings import variable
 
 _PROFILE = ("AWS_DEFAULT_PROFILE", "AWS_PROFILE")  # the order is botocore's
@@ -63,9 +62,8 @@ def _parsed(config_file: str, credentials_file: str) -> dict[str, Any]:
     """Return what both files say; the profiles of the second are added to those of the first."""
     if not (_exists(config_file) or _exists(credentials_file)):
         return {}
-    with importing:
-        from botocore.configloader import load_config, raw_config_parse  # noqa: PLC0415  for what is there
-        from botocore.exceptions import BotoCoreError  # noqa: PLC0415
+    from botocore.configloader import load_config, raw_config_parse  # noqa: PLC0415  only for what is there
+    from botocore.exceptions import BotoCoreError  # noqa: PLC0415
 
     try:
         config: dict[str, Any] = load_config(config_file) if _exists(config_file) else {"profiles": {}}

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loadstone.errors import SettingsError
-from loadstone.imports import importing
 from loadstone.loader.stores.profiles import AwsProfile, unusable
 from loadstone.loader.stores.sigv4 import Credentials
 from loadstone.settings import variable
@@ -182,9 +181,8 @@ class AwsSession:
 
     def _find(self) -> Any:
         """Walk botocore's chain, or take self-renewing keys that an earlier session found."""
-        with importing:
-            import botocore.session  # noqa: PLC0415  a tenth of a second, where keys do not lie at hand
-            from botocore.credentials import RefreshableCredentials  # noqa: PLC0415
+        import botocore.session  # noqa: PLC0415  a tenth of a second, where keys do not lie at hand
+        from botocore.credentials import RefreshableCredentials  # noqa: PLC0415
 
         # Roles and instances answer over the network: a hundred adapters must not ask a hundred times.
         with _SHARED_LOCK:
@@ -227,8 +225,7 @@ def _endpoint(profile: AwsProfile) -> str:
 
 
 def _ask(question: Callable[[], Any]) -> Any:
-    with importing:
-        from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
+    from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
 
     try:
         return question()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from loadstone.errors import LocationError
-from loadstone.imports import importing
 from loadstone.loader.locations import Location
 from loadstone.loader.ranges import ByteRange
 from loadstone.loader.source import StatedDigest
@@ -237,16 +236,13 @@ def open_store(location: Location, storage_options: Mapping[str, object] | None,
     if location.is_local:
         raise LocationError(f"{location.text} is a local folder, which is mapped in place and not fetched")
     if location.scheme == "s3":
-        with importing:
-            from loadstone.loader.stores.s3 import S3Store  # noqa: PLC0415  botocore is loaded for S3 only
+        from loadstone.loader.stores.s3 import S3Store  # noqa: PLC0415  botocore is loaded for S3 only
 
         return S3Store(location, options, settings)
     if location.is_web:
-        with importing:
-            from loadstone.loader.stores.web import WebStore  # noqa: PLC0415  likewise
+        from loadstone.loader.stores.web import WebStore  # noqa: PLC0415  likewise
 
         return WebStore(location, options, settings)
-    with importing:
-        from loadstone.loader.stores.generic import FsspecStore  # noqa: PLC0415  fsspec, for the rest only
+    from loadstone.loader.stores.generic import FsspecStore  # noqa: PLC0415  fsspec is loaded for the rest only
 
     return FsspecStore(location, options, settings)

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from loadstone.errors import LoadstoneError
-from loadstone.imports import importing
 from loadstone.settings import Settings
 
 if TYPE_CHECKING:
@@ -28,8 +27,7 @@ def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'loadstone' has no attribute {name!r}")
     module, attribute = _LAZY[name]
-    with importing:
-        value = getattr(importlib.import_module(module), attribute)
+    value = getattr(importlib.import_module(module), attribute)
     globals()[name] = value
     return value
 
