@@ -1,4 +1,10 @@
-"""What must be renewed in a forked child: locks that dead threads hold, threads, descriptors."""
+"""What must be renewed in a forked child: locks that dead threads hold, threads, descriptors.
+
+One thing cannot be: Python guards each module that is being imported by a lock of its own. A child forked
+while another thread imports a module inherits that lock held, and waits for ever when it imports the same
+module. So who forks beside threads that open checkpoints should have opened one before, and read from it: that
+imports all there is.
+"""
 
 import os
 import weakref
