@@ -6,7 +6,8 @@ cost more to allocate and to map than a fast disk takes to deliver them. But a p
 where the file system keeps such (ext4 and xfs do), by one request in any case (Linux 5.18 and later,
 ``do_sync_mmap_readahead`` in ``mm/filemap.c``). It needs no read-ahead setting of the device.
 
-The advice goes to a map of its own, so that faults in the map that tensors live in still read single pages.
+A prefetch gives the advice on a map of its own (`BlockReader`); use gives it on those parts of the map that
+tensors live in where it pays (`loadstone.loader.files.paging`), and elsewhere there a fault reads one page.
 
 Ownership: a `BlockReader` never changes once made, and any thread may read by it; its map goes with it.
 """

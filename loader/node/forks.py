@@ -2,8 +2,8 @@
 
 One thing cannot be: Python guards each module that is being imported by a lock of its own. A child forked
 while another thread imports a module inherits that lock held, and waits for ever when it imports the same
-module. So who forks beside threads that open checkpoints should have opened one before, and read from it: that
-imports all there is.
+module. So who forks beside threads that begin to open checkpoints should first have done once all that they
+do: opened one from the same kind of store, and read from it.
 """
 
 import os
