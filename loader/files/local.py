@@ -109,7 +109,7 @@ class LocalBlob:
         return span.stop <= self.size
 
     def ensure(self, spans: Sequence[ByteRange], timeout: float | None = None) -> None:  # noqa: ARG002 - nothing here can take long
-        """Check that the file is still the one opened, and ask the kernel to read ``spans`` soon."""
+        """Check that the file is still the one opened, and prepare the reading of ``spans``."""
         self.check()
         self._ahead.begin(self._buffer, spans)
 
