@@ -35,7 +35,7 @@ from loadstone.errors import (
     NotFoundError,
 )
 from loadstone.loader.files.mapping import map_private
-from loadstone.loader.files.paging import ReadAhead
+from loadstone.loader.files.paging import Paging
 from loadstone.loader.files.residency import Residency, Window
 from loadstone.loader.ranges import ByteRange
 from loadstone.loader.source import Blob, Prefetch, Span, StatedDigest
@@ -78,7 +78,7 @@ class LocalBlob:
                 raise FormatError(f"{path} is {kind}; expected a file")
             self._identity = Identity.of(status)
             self._buffer = map_private(fd, status.st_size)
-            self._ahead = ReadAhead(path, status.st_size)
+            self._paging = Paging(path, status.st_size)
         finally:
             os.close(fd)
 
@@ -111,7 +111,7 @@ class LocalBlob:
     def ensure(self, spans: Sequence[ByteRange], timeout: float | None = None) -> None:  # noqa: ARG002 - nothing here can take long
         """Check that the file is still the one opened, and prepare the reading of ``spans``."""
         self.check()
-        self._ahead.begin(self._buffer, spans)
+        self._paging.begin(self._buffer, spans)
 
     def check(self) -> None:
         """Raise unless the path still leads to the file that was opened, unchanged, or to nothing."""

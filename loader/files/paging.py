@@ -8,7 +8,7 @@ Each advised part is a map of its own to the kernel, and a process may have some
 Whoever uses many spans of a file will use more: then the whole map is advised, which is one part again. And
 whoever uses them one after the other, as they lie in the file, will go on so: then the kernel reads ahead.
 
-Ownership: a `ReadAhead` is shared by all threads. When its file was last found in memory is one pair that any
+Ownership: a `Paging` is shared by all threads. When its file was last found in memory is one pair that any
 thread may replace, and counts that threads spoil for each other only delay an advice; so it needs no lock.
 """
 
@@ -29,7 +29,7 @@ _HINT = 4 * _PAGE  # spans from this size on are worth a request of their own
 _TRUSTED = 1.0  # seconds for which what was found in memory is taken to be there still
 
 
-class ReadAhead:
+class Paging:
     """The reading of one mapped file, as spans of it are about to be used.
 
     Parameters

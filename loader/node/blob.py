@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from loadstone.loader.files.mapping import map_anonymous, map_private, replace_by_anonymous
-from loadstone.loader.files.paging import ReadAhead
+from loadstone.loader.files.paging import Paging
 from loadstone.loader.node.claims import DEMAND_AT, Claim, PrivateClaim, SharedClaim
 from loadstone.loader.node.forks import renew_in_child
 from loadstone.loader.node.locks import close_own, conflict, try_lock, unlock
@@ -71,14 +71,14 @@ class StoredBlob:
         self.view = self._map()
         renew_in_child(self)
         self._refresh(0, blocks)
-        self.ahead = self._read_ahead()
+        self.paging = self._begin_paging()
 
-    def _read_ahead(self) -> ReadAhead | None:
-        """Return what reads ahead on the disk: what is found here may have left memory again."""
+    def _begin_paging(self) -> Paging | None:
+        """Return what sees to reading from the disk: what is found here may have left memory again."""
         path = self.place.data_path if self.place is not None else ""
         if not path or self._have.find(1, 1) < 0:  # the first block comes with every opening
             return None
-        return ReadAhead(path, 0 if 0 in self._have else self.size)
+        return Paging(path, 0 if 0 in self._have else self.size)
 
     def _map(self) -> memoryview:
         if self.place is None:

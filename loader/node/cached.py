@@ -56,9 +56,9 @@ def bring_into_memory(wanted: Sequence[tuple[Fillable, ByteRange]]) -> Residency
     """Start to read what of ``wanted`` is on this node's disk and not in memory; ``None`` for nothing."""
     windows = []
     for blob, span in wanted:
-        ahead = blob.stored.ahead
-        if ahead is not None and blob.stored.place is not None and not ahead.in_memory():
-            file = CachedFile(blob, ahead.path)
+        paging = blob.stored.paging
+        if paging is not None and blob.stored.place is not None and not paging.in_memory():
+            file = CachedFile(blob, paging.path)
             windows += [Window(file, run) for run in _here(blob.stored, span)]
     return Residency(windows) if windows else None
 

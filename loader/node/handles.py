@@ -85,7 +85,8 @@ class PrefetchHandle:
         end = None if timeout is None else time.monotonic() + timeout
         if not self._runner.batch_ended(self._batch, timeout):
             return False
-        if self.resident is not None and not self.resident.wait(end and max(0.0, end - time.monotonic())):
+        left = None if end is None else max(0.0, end - time.monotonic())
+        if self.resident is not None and not self.resident.wait(left):
             return False
         if self._batch.error is not None:
             raise self._batch.error

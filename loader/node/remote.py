@@ -86,8 +86,8 @@ class RemoteBlob:
                     f"{self.name} has {self.size} bytes; {span.start} to {span.stop} do not exist"
                 )
         wait_for(self._source.fetcher, self, spans, timeout)
-        if self.stored.ahead is not None:
-            self.stored.ahead.begin(self.stored.view, spans)
+        if self.stored.paging is not None:
+            self.stored.paging.begin(self.stored.view, spans)
 
     def read(self, span: ByteRange) -> bytes:
         """Return a copy of ``span``'s bytes, waiting for them."""
